@@ -2,26 +2,31 @@
 rank.
 
 A rank's engine runs whole weights, which are gathered when the learner publishes, since a sharded model would gather each layer
-anew for every token. Requests are dealt to the rank with the least left to sample. Which rank a request reaches changes no sample:
-its seed derives from the request.
+anew for every token. With expert parallelism it holds only its own experts of each layer, and the ranks' forward passes go in step
+(`nmoe.engine.native.in_step`). Requests are dealt to the rank with the least left to sample. Which rank a request reaches changes
+no sample: its seed derives from the request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nmoe.engine.api import Engine, EngineStats, Request
 from nmoe.engine.dealing import Dealing
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.native.in_step import InStepEngine
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import new_model
 from nmoe.model.lora import Lora
+from nmoe.model.moe import MoE
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import Controller, Member, command, everywhere, gang
 from nmoe.parallel.ranks import release, whole
@@ -37,12 +42,17 @@ class Trained(Protocol):
     lora: Lora | None
 
 
-def sampling_engine(learner: Trained, max_sequences: int, cache_mb: int = 0) -> Engine:
+def sampling_engine(learner: Trained, max_sequences: int, cache_mb: int = 0, expert_parallel: bool = False) -> Engine:
     """Returns the engine that samples a learner's model: in this process or, if there are several ranks, on all of them.
-    `max_sequences` and `cache_mb` apply to each rank."""
+    `max_sequences` and `cache_mb` apply to each rank. With `expert_parallel` several ranks divide the experts as the learner does.
+    Raises UserError if it does not divide them."""
     if gang().size == 1:
         return NativeEngine(learner.model, max_sequences, cache_mb)
-    return RanksEngine(everywhere(RankSampler, learner, max_sequences, cache_mb))
+    if expert_parallel and not any(moe.dispatcher for moe in learner.model.moe_layers()):
+        raise UserError(
+            "engine.expert_parallel = true: the ranks of this run share no experts; set parallel.ep above 1, or leave it out"
+        )
+    return RanksEngine(everywhere(RankSampler, learner, max_sequences, cache_mb, expert_parallel))
 
 
 @dataclass(frozen=True)
@@ -67,17 +77,39 @@ class _Sampled:
 
 
 class RankSampler:
-    """Holds the whole weights of a sharded model on one rank, and the engine that samples with them."""
+    """Holds the whole weights of a sharded model on one rank, or with `expert_parallel` all but the experts of other ranks, and the
+    engine that samples with them."""
 
-    def __init__(self, learner: Trained, max_sequences: int, cache_mb: int) -> None:
+    def __init__(self, learner: Trained, max_sequences: int, cache_mb: int, expert_parallel: bool) -> None:
+        # Imported here because it takes 0.6 s, which only several ranks should cost.
+        from nmoe.parallel.dispatcher import Dispatcher
+
         model = self._sharded = learner.model
-        self.model = new_model(model.config, model.embedding.weight.dtype, model.device).requires_grad_(False)
+        self._divided = {
+            name: moe.dispatcher
+            for name, moe in model.named_modules()
+            if expert_parallel and isinstance(moe, MoE) and isinstance(moe.dispatcher, Dispatcher)
+        }
+        dtype = model.embedding.weight.dtype
+        self.model = new_model(model.config, dtype, model.device, share=self._divide).requires_grad_(False)
         self.model.set_numerics("exact" if model.exact else "fast")
         self.model.generation = model.generation
         if (lora := learner.lora) is not None:
             Lora(self.model, lora.settings, lora.sites, lora.base, lora.fingerprint)
         self.gather()
-        self.engine = NativeEngine(self.model, max_sequences, cache_mb)
+        engine = InStepEngine if self._divided else NativeEngine
+        self.engine = engine(self.model, max_sequences, cache_mb)
+
+    def _divide(self, model: Transformer) -> None:
+        """Leaves this rank its own experts, before memory is allocated."""
+        from nmoe.parallel.dispatcher import HeldDispatcher
+
+        for name, dispatcher in self._divided.items():
+            moe = model.get_submodule(name)
+            assert isinstance(moe, MoE), "as the learner's model has it"
+            for weight, parameter in list(moe.named_parameters(recurse=False)):
+                setattr(moe, weight, nn.Parameter(dispatcher.own(parameter.detach()).clone()))
+            moe.dispatcher, moe.sharded = HeldDispatcher(dispatcher.groups, dispatcher.rank), True
 
     @command
     @torch.no_grad()
@@ -87,8 +119,11 @@ class RankSampler:
         release(self._sharded)
         own, check = self.model.state_dict(), torch.zeros((), dtype=torch.int64)
         for name, tensor in self._sharded.state_dict().items():
-            own[name].copy_(whole(tensor))
-            check += own[name].contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).cpu()
+            gathered = whole(tensor)
+            layer = re.sub(r"(\.(gate_up|down)_adapter)?\.\w+$", "", name)
+            dispatcher = self._divided.get(layer)
+            own[name].copy_(gathered if dispatcher is None else dispatcher.own(gathered))
+            check += gathered.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).cpu()
         checks = [torch.zeros_like(check) for _ in range(gang().size)]
         dist.all_gather(checks, check)
         if len({int(one) for one in checks}) > 1:
@@ -112,6 +147,8 @@ class RankSampler:
         member = gang()
         assert isinstance(member, Member), "the controller asks its own engine"
         await self.engine.update_weights(self.model, version)
+        if isinstance(self.engine, InStepEngine):
+            self.engine.join()
         messages: asyncio.Queue[Any] = asyncio.Queue()
         loop, connection, running = asyncio.get_running_loop(), member.connection, set[asyncio.Task[None]]()
 
@@ -145,6 +182,8 @@ class RankSampler:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            if isinstance(self.engine, InStepEngine):
+                await self.engine.leave()
         finally:
             loop.remove_reader(connection.fileno())
 
@@ -168,7 +207,10 @@ class RanksEngine:
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Runs a coroutine that uses this engine to its end, and returns its result. The other ranks sample meanwhile, from the
         first request that one of them gets. Raises the error of a rank that fails."""
-        return self._own.run(self._around(coroutine))
+        try:
+            return self._own.run(self._around(coroutine))
+        except RuntimeError as error:  # as torch raises where another rank has left a forward pass
+            raise self._failed or self._gang.explained(error) from error
 
     async def _around(self, coroutine: Coroutine[Any, Any, R]) -> R:
         loop, ranks = asyncio.get_running_loop(), range(1, self._gang.size)
@@ -197,14 +239,24 @@ class RanksEngine:
             for rank in ranks:
                 loop.remove_reader(connections[rank].fileno())
             if self._serving and self._failed is None:
-                self._end()
+                await self._end()
         return result
 
-    def _end(self) -> None:
+    def _begin(self) -> None:
+        """Has the other ranks answer requests, if they do not yet."""
+        if not self._serving:
+            self._gang.begin(self._sampler.serve, self._version)
+            self._serving = True
+            if isinstance(self._own, InStepEngine):
+                self._own.join()
+
+    async def _end(self) -> None:
         """Ends the other ranks' sampling, drops their late messages, and keeps their statistics."""
         self._serving, self._stats = False, []
         for rank in range(1, self._gang.size):
             self._gang.send(rank, None)
+        if isinstance(self._own, InStepEngine):
+            await self._own.leave()
         for rank in range(1, self._gang.size):
             while isinstance(answer := self._gang.answer(rank), _Sampled):
                 pass
@@ -222,6 +274,8 @@ class RanksEngine:
         return [samples[index] for index in range(request.samples)]
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
+        if isinstance(self._own, InStepEngine):
+            self._begin()
         rank = self._dealing.choose(range(self._gang.size), request)
         with self._dealing.dealt(rank, request) as finished:
             async for index, sample in self._own.samples(request) if rank == 0 else self._of_member(rank, request):
@@ -242,14 +296,12 @@ class RanksEngine:
                 raise UserError(answer.error)
         finally:
             self._waiting.pop(asked.number, None)
-            if not ended:
+            if not ended and self._serving:  # else its rank has ended it, and would serve anew
                 self._post(rank, _Aborted(request.request_id))
 
     def _post(self, rank: int, message: _Asked | _Aborted) -> None:
         """Sends a message to a rank at the end of this turn of the event loop, so that requests made together reach it together."""
-        if not self._serving:
-            self._gang.begin(self._sampler.serve, self._version)
-            self._serving = True
+        self._begin()
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.setdefault(rank, []).append(message)
@@ -261,6 +313,8 @@ class RanksEngine:
                 self._gang.send(rank, messages)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        if isinstance(self._own, InStepEngine):
+            self._begin()
         return await self._own.score(token_ids, temperature)
 
     async def update_weights(self, source: Transformer | Lora, version: int) -> None:

@@ -156,6 +156,13 @@ class Dispatcher:
         return rows_SD
 
 
+class HeldDispatcher(Dispatcher):
+    """A dispatcher for a model of which each rank holds only its own experts, as plain tensors."""
+
+    def own(self, weight_E: Tensor) -> Tensor:
+        return weight_E
+
+
 def regrouped(counts: Tensor, lie: Sequence[int], wanted: Sequence[int]) -> Tensor:
     """Returns the indices, `[R]`, that reorder blocks of rows from one order of axes to another.
 

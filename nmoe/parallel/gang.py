@@ -345,7 +345,7 @@ class Controller(Gang):
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:  # as torch raises where another rank has left a collective
-            raise self._reason() or error from error
+            raise self.explained(error) from error
         finally:
             self._inside = False
 
@@ -367,6 +367,10 @@ class Controller(Gang):
 
     def _lost(self, rank: int) -> Exception:
         return self._reason() or LostRankError(f"rank {rank} has ended without a word: it was killed, or out of memory")
+
+    def explained(self, error: RuntimeError) -> Exception:
+        """Returns the error that ended other ranks in place of torch's own, which says only that they are gone."""
+        return self._reason() or error
 
     def _reason(self) -> Exception | None:
         """Returns the error because of which other ranks ended: one that a rank raised by itself, else LostRankError;

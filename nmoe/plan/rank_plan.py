@@ -165,7 +165,10 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
     layers = len(size.shape.moe_layers) if world > 1 and config.model.checkpoint_activations else 1
     held["experts in their profile"] = profiled * width // (axes.ep * max(1, layers))
     if world > 1 and samples_here(config):
-        held["whole weights to sample"] = (size.parameters + profiled) * width
+        assert isinstance(config, RLConfig | SelfplayConfig), "only these sample"
+        divided = config.engine.expert_parallel
+        weights = sum(part.together for part in parts.all()) if divided else size.parameters
+        held["weights to sample"] = (weights + profiled // (axes.ep if divided else 1)) * width
     held = {name: count for name, count in held.items() if count}
     host = {}
     if world > 1 and config.parallel.offload == "cpu":
@@ -222,7 +225,7 @@ def tokens_of_step(config: RunConfig) -> int:
         return config.verifier.tokens_per_step
     if isinstance(config, RecordsConfig):
         return config.records.tokens_per_step
-    assert isinstance(config, RLConfig | SelfplayConfig), "every other run samples"
+    assert isinstance(config, RLConfig | SelfplayConfig), "only these sample"
     samples = config.batch.prompts_per_step * config.batch.group_size
     updates = config.batch.updates_per_step if isinstance(config, RLConfig) else 1
     return samples * config.sampling.max_new_tokens // updates

@@ -67,7 +67,7 @@ def rehearse(config: RLConfig) -> Iterator[Check]:
     learner = everywhere(policy_learner, config, tokenizer)
     environment.leave_out_overlong(learner.model.config.context_tokens, config.sampling.max_new_tokens)
     problem = environment.pool.take(1)[0]
-    engine = sampling_engine(learner, _SAMPLES, config.engine.cache_mb)
+    engine = sampling_engine(learner, _SAMPLES, config.engine.cache_mb, config.engine.expert_parallel)
     with ToolRuntime(environment, config.sandbox) as tools:
         yield Check("sandbox", "ok", "none is needed" if tools.sandboxes is None else tools.sandboxes.describe())
         yield Check("golds", "ok", "all that [task_pool] check_gold selects are graded correct")

@@ -186,7 +186,9 @@ class Probing:
             steps=config.run.steps,
             seed=config.run.seed,
         )
-        return cls(probes, sampling_engine(learner, config.engine.max_sequences, config.engine.cache_mb))
+        engine = config.engine
+        sizes = engine.max_sequences, engine.cache_mb, engine.expert_parallel
+        return cls(probes, sampling_engine(learner, *sizes))
 
     def sample(self, step: int, learner: Learner, run: Run) -> list[dict[str, Any]]:
         """Samples the environments that are due at this step with the learner's current weights; returns results for

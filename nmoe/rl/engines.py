@@ -131,7 +131,7 @@ def rollout_engine(
     logs are in `directory`/engines. `asynchrony` says whether they sample while the learner trains. Raises UserError for servers
     that cannot be used."""
     if section.kind == "native":
-        yield sampling_engine(learner, section.max_sequences, section.cache_mb)
+        yield sampling_engine(learner, section.max_sequences, section.cache_mb, section.expert_parallel)
         return
     if section.kind in ENGINES:
         with own_engine(section, learner) as engine:

@@ -254,7 +254,8 @@ class Selfplay(Recipe):
         self.learners = roles.learners
         sizes = config.engine.max_sequences, config.engine.cache_mb
         self.engines: dict[int, Engine] = {
-            id(learner.model): sampling_engine(learner, *sizes) for learner in self.learners.values()
+            id(learner.model): sampling_engine(learner, *sizes, config.engine.expert_parallel)
+            for learner in self.learners.values()
         }
         for model in roles.models:
             self.engines.setdefault(id(model), NativeEngine(model, *sizes))

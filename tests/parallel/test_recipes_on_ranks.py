@@ -125,6 +125,7 @@ def jobs(workshop: Path, base: Path, tmp_path: Path) -> list[tuple[str, str, lis
         *((name, f"{tmp_path}/{name}.toml", []) for name in ("sft", "dpo", "reward", "verifier")),
         ("verifier", f"{tmp_path}/verifier.toml", ["--run.name=judge", "--verifier.head=discriminative"]),
         reinforce("reference", "--algorithm.kl_coef=0.05", "--algorithm.reference_every_steps=2"),
+        reinforce("divided", "--engine.expert_parallel=true"),
         reinforce("adapter", "--lora.rank=4"),
         reinforce("critic", *critic, "--batch.updates_per_step=2"),
         reinforce("shared", *critic, "--critic.shared=true"),

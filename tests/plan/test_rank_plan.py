@@ -169,7 +169,10 @@ def test_a_model_of_the_hub_is_planned_by_its_description(
 
 def test_ranks_that_sample_hold_whole_weights(workshop: Path, base: Path) -> None:
     planned = plan(load_run(workshop / "rl.toml", RLConfig), 2, 2)
-    assert planned.held["whole weights to sample"] == planned.parameters * 4
+    assert planned.held["weights to sample"] == planned.parameters * 4
+    divided = plan(load_run(workshop / "rl.toml", RLConfig, ["--engine.expert_parallel=true"]), 2, 2)
+    experts = 2 * 4 * 64 * 3 * 64  # layers, experts, width, projections, width of an expert
+    assert divided.held["weights to sample"] == (planned.parameters - experts // 2) * 4
     reading = plan(load_run(workshop / "rl.toml", RLConfig, ["--algorithm.kl_coef=0.1"]), 2, 2)
     assert reading.held["reference"] == reading.held["weights"] == reading.local_parameters * 4
     assert planned.sent["weights to sample"] == planned.parameters * 4 // 2

@@ -24,6 +24,9 @@ class EngineSection(Section):
     cache_mb: int = Field(default=0, ge=0)
     """megabytes of the key-value cache; 0: enough for max_sequences, at most 4096 MB on a CPU, and on a GPU at most 0.4 of the
     free memory beside training, or 0.85 without training"""
+    expert_parallel: bool = False
+    """on several ranks with parallel.ep > 1, sample with the experts divided over the ranks of an expert group as in training,
+    instead of all of them on each rank"""
 
 
 def fault_of_urls(urls: Sequence[str]) -> str | None:
@@ -117,6 +120,7 @@ class RolloutEngineSection(EngineSection):
                 _SERVERS,
             ),
             (("python", "tensor_parallel", "memory_share"), ("vllm", "sglang")),
+            (("expert_parallel",), ("native",)),
         ):
             for name in names:
                 if (

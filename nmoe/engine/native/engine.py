@@ -283,7 +283,7 @@ class NativeEngine:
             except Exception as error:
                 self._settle(done, _fail, error)
             else:
-                self._settle(done, _resolve, result)
+                self._settle(done, resolve, result)
 
         self._flush(act)
         return await done
@@ -442,7 +442,7 @@ class NativeEngine:
         if streamed:
             _call_on(streamed[0][0], _put_all, streamed)
         for group in groups:
-            self._settle(self._futures.pop(group), _resolve, group.scores if group.scoring else group.samples)
+            self._settle(self._futures.pop(group), resolve, group.scores if group.scoring else group.samples)
 
     def _settle(self, future: asyncio.Future[R], settle: Callable[[asyncio.Future[R], Any], None], with_: Any) -> None:
         with self._wake:
@@ -502,7 +502,7 @@ def _call_on(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args:
         loop.call_soon_threadsafe(act, *args)
 
 
-def _resolve(future: asyncio.Future[R], result: R) -> None:
+def resolve(future: asyncio.Future[R], result: R) -> None:
     if not future.done():
         future.set_result(result)
 

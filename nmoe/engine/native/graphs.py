@@ -152,9 +152,9 @@ def decode_graphs(model: Transformer, cache: PagedCache, scratch: tuple[int, int
 
 def recordable(model: Transformer) -> bool:
     """Returns whether a decode step can be recorded, because it never waits for the host. Experts wait if the host has to know
-    their row counts, and so does attention to latents or, with exact numerics, in fp64."""
+    their row counts, as to send them to other ranks, and so does attention to latents or, with exact numerics, in fp64."""
     weight = model.embedding.weight
-    if model.exact or model.config.latent is not None:
+    if model.exact or model.config.latent is not None or any(moe.dispatcher for moe in model.moe_layers()):
         return False
     if not model.config.routed_experts:
         return True
