@@ -62,7 +62,7 @@ class InStepEngine(NativeEngine):
         self._tick(True)
 
     def _tick(self, computes: bool) -> bool:
-        """Tells the other ranks whether this one computes. Returns whether one of them stays."""
+        """Counts with the other ranks who computes and who stays. Returns whether any rank stays."""
         if not self._joined:
             raise RuntimeError("the ranks have left, and their experts with them")
         ranks = torch.tensor([computes, self._stays], dtype=torch.int32)
