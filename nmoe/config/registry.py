@@ -230,6 +230,7 @@ GENERATED_TASKS: Mapping[str, str] = {
     "alphabetical": f"{_TASKS}.plain_english:AlphabeticalTask",
     "capitals": f"{_TASKS}.plain_english:CapitalsTask",
     "three_words": f"{_TASKS}.plain_english:ThreeWordsTask",
+    "code_fix": f"{_TASKS}.code_fix:CodeFixTask",
 }
 """The built-in tasks that generate problems; they can also grade the records of a dataset."""
 

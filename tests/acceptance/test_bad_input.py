@@ -93,9 +93,9 @@ def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> 
     )
     # A configuration with a shape has the tokenizer alone from there.
     refused(
-        nmoe("rl", "train", "code_fix"),
-        'tokenizer = "runs/speedrun/base": neither a tokenizer',
-        "; `nmoe speedrun --scratch` makes it, or",
+        nmoe("pretrain", "code_fix_base"),
+        'tokenizer = "runs/code_fix/tokenizer": neither a tokenizer',
+        "; a command in the first lines of the configuration that asks for it makes it",
     )
     (tmp_path / "pool.jsonl").unlink()
     refused(

@@ -102,9 +102,8 @@ def test_a_check_needs_no_tokenizer(nmoe: Nmoe, own: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(ENVIRONMENTS.glob("**/*.toml")), ids=lambda path: path.stem)
 def test_what_is_shipped_passes_without_a_network(nmoe: Nmoe, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if (
-        path.stem in ("humaneval", "mbpp", "mbpp_test", "deepcoder") or path.parent.name == "code_fix"
-    ) and shutil.which("bwrap") is None:
+    runs_code = path.stem in ("humaneval", "mbpp", "mbpp_test", "deepcoder", "code_fix")
+    if runs_code and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed (apt-get install bubblewrap): code is not run without it")
 
     def connect(*address: Any) -> None:

@@ -91,7 +91,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         "nmoe/py.typed",
         "nmoe/model/ops/cpu/products.cpp",
         "nmoe/packaged/configs/sort_grpo.toml",
-        "nmoe/packaged/environments/code_fix/problems.jsonl",
+        "nmoe/packaged/environments/code_fix.toml",
     } <= held
 
 

@@ -63,7 +63,7 @@ def test_the_environments_that_nmoe_ships() -> None:
     assert by_name("skills") == [Packaged("skills", "nmoe", ENVIRONMENTS / "skills.toml")]
     assert {one.name for one in packaged_environments() if one.package == "nmoe"} == {
         path.stem for path in ENVIRONMENTS.glob("*.toml")
-    } | {path.parent.name for path in ENVIRONMENTS.glob("*/environment.toml")}
+    }
     assert load_environment(Path("skills")).env_id == "skills"
 
 
@@ -174,8 +174,8 @@ def test_a_configurations_name(install: Install, tmp_path: Path, monkeypatch: py
     [
         ("skills.toml", "skills"),
         ("../environments/skills.toml", "skills"),
-        ("clone/code_fix", "code_fix"),
-        ("environments/code_fix/environment.toml", "code_fix"),
+        ("clone/skills", "skills"),
+        ("environments/skills/environment.toml", "skills"),
         ("environments/mine.toml", None),
     ],
 )

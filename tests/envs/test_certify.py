@@ -261,6 +261,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["env", "certify", "gsm8k"]).exit_code == 2
 
 
+# documented: nmoe env certify code_fix
 def test_code_is_attacked_in_sandboxes() -> None:
     passport = certify(Path("code_fix"), None, 24)
     rows = {row.name: row for row in passport.rows}

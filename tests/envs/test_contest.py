@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import ScriptedEngine
+from tiny_models import DENSE
 
 from nmoe.config.commands import RLConfig
 from nmoe.config.loader import load_run
@@ -20,13 +21,18 @@ from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.code_fix import MODULE, RUN_TESTS
 from nmoe.envs.tasks.contest import Contest, contest_of, memory_mb_of, seconds_of
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
+from nmoe.model.checkpoint import save_model
+from nmoe.model.config import ModelConfig
+from nmoe.model.transformer import Transformer
 from nmoe.rl.launch import train
 from nmoe.rollout.collector import Collector
 from nmoe.runs.ledger import read_metrics
 from nmoe.sandbox.api import SandboxSetupError
+from nmoe.speedrun.fixes import edit_between
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
@@ -277,7 +283,7 @@ Play = Callable[[list[list[int]]], Trajectory]
 
 @pytest.fixture
 def play(tokenizer: Tokenizer) -> Play:
-    """One trajectory on the problem of the median, turn by turn; its golds have all been graded by then."""
+    """One trajectory on the first problem of the environment, turn by turn."""
 
     def played(turns: list[list[int]]) -> Trajectory:
         environment = Environment.from_toml("code_fix", tokenizer)
@@ -285,18 +291,27 @@ def play(tokenizer: Tokenizer) -> Play:
             runtime = ToolRuntime(environment, SandboxSettings(level="landlock", warm=0))
         except SandboxSetupError as error:
             pytest.skip(f"the landlock level cannot be had here: {error}")
-        problems = map(environment.pool.order.at, range(12))
-        problem = next(one for one in problems if "median" in one.question)
 
         def script(request: Request, index: int) -> list[int]:
             return turns[int(request.request_id.rpartition("/")[2])]
 
         with runtime:
             collector = Collector(ScriptedEngine(script), environment, 16000, runtime.sandboxes)  # type: ignore[arg-type]
+            problem = environment.pool.order.at(0)
             (group,) = collector.collect([problem], 1, Sampling(6000), (7, "train", 0)).groups
         return group.trajectories[0]
 
     return played
+
+
+@pytest.fixture
+def fix(tokenizer: Tokenizer) -> tuple[str, str]:
+    """The edit that corrects the first problem: what it replaces, and by what."""
+    problem = Environment.from_toml("code_fix", tokenizer).pool.order.at(0)
+    faulty = json.loads(str(problem.metadata["files"]))[MODULE]
+    found = edit_between(faulty, json.loads(problem.gold)[MODULE])
+    assert found is not None
+    return found
 
 
 def call(harmony: Harmony, name: str, **arguments: str) -> list[int]:
@@ -304,19 +319,15 @@ def call(harmony: Harmony, name: str, **arguments: str) -> list[int]:
     return harmony.render_completion([message])
 
 
-RUN = "python -m unittest discover tests 2>&1 | tail -3"
-
-
-def test_a_bug_is_found_fixed_and_judged_by_hidden_tests(play: Play, harmony: Harmony) -> None:
-    done = harmony.render_completion([Message("assistant", "The two middle values.", channel="final")])
-    look, run = call(harmony, "read", path="lib/stats.py"), call(harmony, "bash", script=RUN)
-    old, new = "ordered[middle] + ordered[middle + 1]", "ordered[middle - 1] + ordered[middle]"
-    fix = call(harmony, "edit", path="lib/stats.py", old=old, new=new)
-    trajectory = play([look, run, fix, run, done])
+def test_a_fault_is_found_fixed_and_judged_by_hidden_inputs(play: Play, harmony: Harmony, fix: tuple[str, str]) -> None:
+    done = harmony.render_completion([Message("assistant", "Done.", channel="final")])
+    look, run = call(harmony, "read", path=MODULE), call(harmony, "python", code=RUN_TESTS)
+    edited = call(harmony, "edit", path=MODULE, old=fix[0], new=fix[1])
+    trajectory = play([look, run, edited, run, done])
     assert [event.failure for event in trajectory.tool_events] == ["ok"] * 4
-    assert old in trajectory.tool_events[0].output
-    assert "FAILED" in trajectory.tool_events[1].output
-    assert "OK" in trajectory.tool_events[3].output
+    assert fix[0] in trajectory.tool_events[0].output
+    assert ", not " in trajectory.tool_events[1].output
+    assert trajectory.tool_events[3].output == "passed\n"
     grade = trajectory.grade
     assert (grade.failure, grade.extras["correctness"], grade.extras["tool_use_ok"]) == ("ok", 1.0, 1.0)
     # The first stage of the curriculum: the form is what pays.
@@ -326,9 +337,10 @@ def test_a_bug_is_found_fixed_and_judged_by_hidden_tests(play: Play, harmony: Ha
 
 def test_changing_the_tests_fixes_nothing(play: Play, harmony: Harmony) -> None:
     done = harmony.render_completion([Message("assistant", "They pass.", channel="final")])
-    spoil = call(harmony, "bash", script="echo > tests/test_stats.py; rm -rf tests; cat tests/test_stats.py | head -1")
-    trajectory = play([spoil, done])
-    assert "import unittest" in trajectory.tool_events[0].output
+    spoil = call(harmony, "python", code="open('tests/__init__.py', 'w').write('print(\"passed\")')")
+    trajectory = play([spoil, call(harmony, "read", path="tests/__init__.py"), done])
+    assert trajectory.tool_events[0].failure == "sandbox_denied"
+    assert "from lib.module import" in trajectory.tool_events[1].output
     assert trajectory.grade.extras["correctness"] == 0.0
     assert trajectory.grade.verdict is not None
     assert trajectory.grade.verdict.outcome == "incorrect"
@@ -336,12 +348,16 @@ def test_changing_the_tests_fixes_nothing(play: Play, harmony: Harmony) -> None:
 
 def test_the_packaged_config_runs(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    tokenizer.save(tmp_path / "tokenizer")
+    shape = ModelConfig(**(DENSE | {"vocab_size": tokenizer.vocab_size, "context_tokens": 4096}))
+    (tmp_path / "base").mkdir()
+    save_model(Transformer(shape).initialize(0), tmp_path / "base")
+    tokenizer.save(tmp_path / "base")
     overrides = {
         "run.directory": tmp_path,
         "run.steps": 1,
         "optimizer.warmup_steps": 0,
-        "model.tokenizer": tmp_path / "tokenizer",
+        "model.path": tmp_path / "base",
+        "eval": "[]",
         "sampling.max_new_tokens": 4,
         "batch.prompts_per_step": 1,
         "batch.group_size": 2,

@@ -16,6 +16,7 @@ from nmoe.config.registry import GENERATED_TASKS
 from nmoe.envs.pools import Pool
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import TASKS, Attempt
+from nmoe.envs.tasks.task import SandboxTask
 from nmoe.errors import UserError
 from nmoe.types import Problem
 
@@ -159,7 +160,8 @@ def test_generated_problems(make_pool: MakePool, task_type: str) -> None:
     assert len(set(questions(problems))) > 50
     for problem in problems:
         assert (problem.task_type, problem.source) == (task_type, "demo")
-        assert asyncio.run(TASKS[task_type].verify(problem, Attempt(problem.gold))).score == 1
+        if not isinstance(TASKS[task_type], SandboxTask):
+            assert asyncio.run(TASKS[task_type].verify(problem, Attempt(problem.gold))).score == 1
 
 
 def test_a_seed_gives_other_problems(make_pool: MakePool) -> None:

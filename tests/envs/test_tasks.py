@@ -21,7 +21,7 @@ from nmoe.types import Message, Problem
 SEEDS = st.integers(0, 2**32)
 DIFFICULTIES = st.integers(1, 12)
 
-OWN_RECORDS = {"humaneval", "mbpp", "program", "code_edit", "file_search"}
+OWN_RECORDS = {"humaneval", "mbpp", "program", "code_edit", "code_fix", "file_search"}
 
 
 def problem(task_type: str, gold: str, question: str = "?") -> Problem:
@@ -91,7 +91,7 @@ def test_arithmetic(seed: int, difficulty: int) -> None:
     assert int(gold) == evaluate(ast.parse(expression, mode="eval").body)
 
 
-@given(st.sampled_from(sorted(GENERATED_TASKS)), SEEDS, st.integers(1, 200))
+@given(st.sampled_from(sorted(GENERATED_TASKS.keys() - OWN_RECORDS)), SEEDS, st.integers(1, 200))
 def test_a_generated_gold_is_readable_and_correct(task_type: str, seed: int, difficulty: int) -> None:
     task = TASKS[task_type]
     question, gold = task.generate(random.Random(seed), difficulty)

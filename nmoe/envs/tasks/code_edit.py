@@ -27,6 +27,8 @@ class CodeEditTask(QuestionTask, RecordTask, WorkspaceTask, SandboxTask):
 
     answer_form: AnswerForm = "final"
     record_fields = ("problem", "files", "tests", "solution", "protected")
+    proven = False
+    """Whether the tests are known to fail without an edit."""
 
     def read_record(self, record: Record) -> tuple[str, str, Metadata]:
         workspace, solution = files(record, "files"), files(record, "solution")
@@ -67,7 +69,7 @@ class CodeEditTask(QuestionTask, RecordTask, WorkspaceTask, SandboxTask):
             if not changes:
                 return Verdict.of(False, "tests", "no file was changed")
             verdict = await self._judge_changes(problem, attempt, changes)
-        if verdict.outcome != "correct":
+        if verdict.outcome != "correct" or self.proven:
             return verdict
         untouched = await self._judge_changes(problem, attempt, {})
         if untouched.outcome == "correct":
