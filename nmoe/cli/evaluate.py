@@ -21,7 +21,7 @@ from nmoe.errors import UserError
 
 
 def evaluate(
-    named: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... BENCHMARK...", show_default=False)],
+    named: Annotated[list[Path], typer.Argument(metavar="[NAME=]CHECKPOINT... BENCHMARK...", show_default=False)],
     problems: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)] = None,
     mode: Annotated[str | None, typer.Option(metavar="MODE", show_default=False)] = None,
     samples: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False)] = None,
@@ -41,7 +41,8 @@ def evaluate(
 ) -> None:
     """Evaluate checkpoints on benchmarks.
 
-    Several checkpoints or benchmarks give one table, with paired tests against the first checkpoint.
+    Several checkpoints or benchmarks give one table, with paired tests against the first checkpoint. A checkpoint stands in it by
+    its NAME, if it has one.
 
     \b
     Example, greedy:
@@ -50,6 +51,8 @@ def evaluate(
       nmoe eval runs/speedrun/sort_grpo sort --mode sampling_pass@8
     Example, two models on two benchmarks:
       nmoe eval runs/base runs/sort_grpo sort skills
+    Example, the same under other names:
+      nmoe eval before=runs/base after=runs/sort_grpo sort skills
     Example, the best of eight samples by a reward model, and the majority vote:
       nmoe eval runs/speedrun/sort_grpo sort --samples 8 --temperature 0.6 --best-of runs/speedrun/reward
     Example, multiple choice by likelihood, of all problems:
@@ -86,6 +89,9 @@ def evaluate(
             raise UserError(
                 "--engine: its server decides about --device, --precision and --expert-weights; leave them out"
             )
+    from nmoe.eval.evaluate import Asked, models_and_benchmarks, without_labels
+
+    named, labels = without_labels(named)
     if format_check:
         if samples or temperature or mode is not None or best_of is not None:
             raise UserError(
@@ -106,22 +112,23 @@ def evaluate(
             raise UserError("core is decided by likelihoods, and samples nothing; leave out the settings of sampling")
         from nmoe.eval.core import core_command
 
-        core_command(named[:-1], problems, device, out, precision)
+        core_command(named[:-1], problems, device, out, precision, labels)
         return
     if mode in LIKELIHOOD_MODES:
         if samples or temperature or max_tokens or reasoning_effort or best_of is not None:
             raise UserError(f"{mode} samples nothing; leave out the settings of sampling")
         from nmoe.eval.choices import choices_command
 
-        choices_command(named, mode, problems, device, out, allow_trained_on=allow_trained_on, precision=precision)
+        choices_command(
+            named, mode, problems, device, out, allow_trained_on=allow_trained_on, precision=precision, labels=labels
+        )
         return
     from nmoe.config.modes import mode_of
 
     chosen = mode_of(mode, samples, temperature)
-    from nmoe.eval.evaluate import Asked, models_and_benchmarks
     from nmoe.eval.sweep import sweep_command
 
-    checkpoints, benchmarks = models_and_benchmarks(named)
+    checkpoints, benchmarks = models_and_benchmarks(named, labels)
     from nmoe.verifier.scorers import load_scorer
 
     asked = Asked(
@@ -145,7 +152,7 @@ def evaluate(
                 raise UserError("--engine is of one checkpoint: the one that the servers have loaded")
             fleet = stack.enter_context(served_engine(engine, resolve_checkpoint(checkpoints[0]), typer.echo))
             asked = replace(asked, engine=fleet)
-        sweep_command(checkpoints, benchmarks, asked, results, out, load_scorer)
+        sweep_command(checkpoints, benchmarks, asked, results, out, load_scorer, labels)
 
 
 def grade(

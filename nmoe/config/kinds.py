@@ -10,12 +10,14 @@ from nmoe.config.commands import COMMANDS
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.overrides import read_override
 from nmoe.config.packaged import find_configuration
+from nmoe.config.pipeline import PipelineSettings
 from nmoe.config.preparation import PreparationSettings
 from nmoe.parsing import toml_of
 
 _KINDS: Mapping[str, type[Section]] = {
     "an environment": EnvironmentSettings,
     "a configuration of `nmoe data prepare`": PreparationSettings,
+    "a pipeline of `nmoe speedrun`": PipelineSettings,
     **{f"a configuration of `nmoe {command}`": schema for command, schema in COMMANDS.items()},
 }
 """The schema of each kind of file, by the name of the kind in messages."""

@@ -13,6 +13,8 @@ from nmoe.config.packaged import (
     packaged_configurations,
     packaged_environment,
     packaged_environments,
+    packaged_pipeline,
+    packaged_pipelines,
     packaged_preparation,
     packaged_preparations,
 )
@@ -32,17 +34,20 @@ def list_environments() -> Iterator[str]:
 
 
 def list_configurations() -> Iterator[str]:
-    """Returns the lines of a table of the packaged configurations and preparations: name, command, package, description. Command
-    and description come from the file's leading comment: the command line in it, and its first sentence."""
-    listed = [*packaged_configurations(), *packaged_preparations()]
+    """Returns the lines of a table of the packaged configurations, preparations and pipelines: name, command, package, description.
+    Command and description come from the file's leading comment: the command line in it, and its first sentence."""
+    listed = [*packaged_configurations(), *packaged_preparations(), *packaged_pipelines()]
     return columns([("NAME", "COMMAND", "FROM", "DESCRIPTION"), *map(_configuration, listed)])
 
 
 def show_configuration(named: str) -> str:
-    """Returns the text of a packaged configuration or preparation, so that a copy works in any directory: a relative path to an
-    environment is replaced by the environment's name or an absolute path. Raises UserError if there is none of this name."""
-    is_preparation = any(one.name == named.removesuffix(".toml") for one in packaged_preparations())
-    return _from_anywhere(packaged_preparation(named) if is_preparation else packaged_configuration(named))
+    """Returns the text of a packaged configuration, preparation or pipeline, so that a copy works in any directory: a relative path
+    to an environment is replaced by the environment's name or an absolute path. Raises UserError if there is none of this name."""
+    name = named.removesuffix(".toml")
+    for known, find in ((packaged_preparations, packaged_preparation), (packaged_pipelines, packaged_pipeline)):
+        if any(one.name == name for one in known()):
+            return _from_anywhere(find(named))
+    return _from_anywhere(packaged_configuration(named))
 
 
 def show_environment(named: str) -> str:

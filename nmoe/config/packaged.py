@@ -29,6 +29,7 @@ PACKAGED = Path(__file__).parents[1] / "packaged"
 ENVIRONMENTS = PACKAGED / "environments"
 CONFIGS = PACKAGED / "configs"
 PREPARATIONS = PACKAGED / "preparations"
+PIPELINES = PACKAGED / "pipelines"
 MODELS = PACKAGED / "models"
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.\d[A-Za-z0-9_-]*)*")
@@ -110,7 +111,7 @@ class _Kind:
         return self._only(found)
 
     def _hint(self, name: str, known: list[Packaged]) -> str:
-        for other in (_ENVIRONMENT, _CONFIGURATION, _PREPARATION):
+        for other in (_ENVIRONMENT, _CONFIGURATION, _PREPARATION, _PIPELINE):
             if other is not self and any(one.name == name for one in other.all()):
                 return f"; there is a packaged {other.noun} of that name"
         alike = difflib.get_close_matches(name, [one.name for one in known], n=1)
@@ -165,6 +166,7 @@ def _is_file_name(named: str) -> bool:
 _ENVIRONMENT = _Kind("environment", ENVIRONMENTS, "environment.toml", "nmoe env list")
 _CONFIGURATION = _Kind("configuration", CONFIGS, "config.toml", "nmoe config list")
 _PREPARATION = _Kind("preparation", PREPARATIONS, "preparation.toml", "nmoe config list")
+_PIPELINE = _Kind("pipeline", PIPELINES, "pipeline.toml", "nmoe config list")
 
 
 def packaged_environments() -> list[Packaged]:
@@ -181,6 +183,11 @@ def packaged_preparations() -> list[Packaged]:
     """Returns the files of all packaged data preparations (recipes that make a data set): nmoe's own by name, then the files that
     other packages offer."""
     return _PREPARATION.all()
+
+
+def packaged_pipelines() -> list[Packaged]:
+    """Returns the files of all packaged pipelines: nmoe's own by name, then the files that other packages offer."""
+    return _PIPELINE.all()
 
 
 def find_environment(named: str, directory: Path = Path()) -> Path:
@@ -214,6 +221,13 @@ def find_preparation(named: str) -> Path:
     return path if path.is_file() else _PREPARATION.find(named, path)
 
 
+def find_pipeline(named: str) -> Path:
+    """Returns the TOML file that `named` means: a file, or a packaged pipeline's name, such as `nanochat_d20`, as
+    `find_configuration`."""
+    path = Path(named)
+    return path if path.is_file() else _PIPELINE.find(named, path)
+
+
 def packaged_environment(named: str) -> Path:
     """Returns the TOML file of the packaged environment with this name; the current directory is not searched. Raises UserError
     unless there is exactly one."""
@@ -228,3 +242,8 @@ def packaged_configuration(named: str) -> Path:
 def packaged_preparation(named: str) -> Path:
     """Returns the TOML file of the packaged data preparation with this name; errors as in `packaged_environment`."""
     return _PREPARATION.packaged(named)
+
+
+def packaged_pipeline(named: str) -> Path:
+    """Returns the TOML file of the packaged pipeline with this name; errors as in `packaged_environment`."""
+    return _PIPELINE.packaged(named)

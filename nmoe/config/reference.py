@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 from nmoe.config.base import Section
 from nmoe.config.commands import COMMANDS, RunConfig
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.pipeline import PipelineSettings
 from nmoe.config.preparation import PreparationSettings
 from nmoe.config.schema import TAG, choices_of, description_of, item_of, sections_of, tag_of
 from nmoe.config.tables.pools import MixturePool, SourceKeys
@@ -73,13 +74,14 @@ def reference() -> str:
         if table.section is MixturePool:
             parts.append("### `[[task_pool.sources]]`\n\nThe keys of a `[task_pool]` of the source's `type`, and:\n")
             parts.append(_rows(SourceKeys))
-    parts += [
-        "## Preparation of data\n",
-        "The keys of a file that `nmoe data prepare` reads.\n",
-        _rows(PreparationSettings),
-    ]
-    for table in _tables("", PreparationSettings):
-        parts += _table(table)
+    others: tuple[tuple[str, str, type[Section]], ...] = (
+        ("Preparation of data", "nmoe data prepare", PreparationSettings),
+        ("Pipelines", "nmoe speedrun", PipelineSettings),
+    )
+    for title, command, other in others:
+        parts += [f"## {title}\n", f"The keys of a file that `{command}` reads.\n", _rows(other)]
+        for table in _tables("", other):
+            parts += _table(table)
     return "\n".join(parts)
 
 

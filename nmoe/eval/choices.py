@@ -12,7 +12,7 @@ Prompts have no examples (zero-shot). Since nothing is sampled, base models need
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
@@ -24,7 +24,7 @@ from nmoe.cores import choose_threads
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.core import cut
-from nmoe.eval.evaluate import Evaluation, distinct_problems, models_and_benchmarks, summarise_outcomes
+from nmoe.eval.evaluate import NO_LABELS, Evaluation, distinct_problems, models_and_benchmarks, summarise_outcomes
 from nmoe.eval.likelihood import Continuation, Likelihood, likelihoods
 from nmoe.eval.outcomes import Outcome, key_of
 from nmoe.eval.overlap import TrainedOn, find_overlap
@@ -97,6 +97,7 @@ def choices_command(
     *,
     allow_trained_on: bool = False,
     precision: Precision | None = None,
+    labels: Mapping[Path, str] = NO_LABELS,
 ) -> None:
     """Evaluates every model on every multiple-choice benchmark, and prints a table with paired tests; `out` receives it
     as JSON.
@@ -107,7 +108,7 @@ def choices_command(
     """
     if out is not None and out.is_dir():
         raise UserError(f"{out}: is a directory; --out names a file to write")
-    checkpoints, benchmarks = models_and_benchmarks(named)
+    checkpoints, benchmarks = models_and_benchmarks(named, labels)
     torch.set_num_threads(choose_threads(0))
     found = [
         _evaluate(one, benchmarks, mode, problems, device, precision, allow_trained_on=allow_trained_on)
@@ -117,9 +118,9 @@ def choices_command(
     for each in _FIGURES[mode]:
         cells = [cell for of_model in found for cell in of_model if cell.result.mode == each]
         comparisons = compare(cells)
-        for line in table(cells, comparisons):
+        for line in table(cells, comparisons, labels):
             print(line)
-        records.append(table_json(cells, comparisons))
+        records.append(table_json(cells, comparisons, labels))
     if out is not None:
         whole = {key: [row for record in records for row in record[key]] for key in records[0]}
         write_atomically(out, json.dumps(whole, indent=2).encode() + b"\n")

@@ -25,6 +25,7 @@ from nmoe.cores import choose_threads
 from nmoe.data.hub import kept_datasets
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
+from nmoe.eval.evaluate import NO_LABELS, label_of
 from nmoe.eval.likelihood import Continuation, Likelihood, common_prefix, likelihoods
 from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
@@ -307,10 +308,15 @@ class CoreResult:
 
 
 def core_command(
-    checkpoints: Sequence[Path], items: int | None, device: str, out: Path | None, precision: Precision | None = None
+    checkpoints: Sequence[Path],
+    items: int | None,
+    device: str,
+    out: Path | None,
+    precision: Precision | None = None,
+    labels: Mapping[Path, str] = NO_LABELS,
 ) -> None:
-    """Evaluates each checkpoint on CORE, prints the scores, and writes them to `out` as JSON; uses at most `items` per
-    data set (500).
+    """Evaluates each checkpoint on CORE, prints the scores, and writes them to `out` as JSON, with the labels of checkpoints that
+    have one; uses at most `items` per data set (500).
 
     Raises UserError if no data set is found, if an item lacks a field, and if a checkpoint cannot be loaded.
     """
@@ -320,12 +326,12 @@ def core_command(
     directories = [resolve_checkpoint(one) for one in checkpoints]
     results = []
     for checkpoint, directory in zip(checkpoints, directories, strict=True):
-        result = evaluate_core(str(checkpoint), directory, read, device, precision)
-        results.append(result)
+        result = evaluate_core(labels.get(checkpoint, str(checkpoint)), directory, read, device, precision)
+        results.append(result.record() | {"checkpoint": str(checkpoint), **label_of(checkpoint, labels)})
         for line in result.lines():
             print(line)
     if out is not None:
-        write_atomically(out, json.dumps([one.record() for one in results], indent=2).encode() + b"\n")
+        write_atomically(out, json.dumps(results, indent=2).encode() + b"\n")
 
 
 def evaluate_core(

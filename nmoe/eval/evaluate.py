@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -276,17 +277,53 @@ def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentS
     return settings.model_copy(update={"reasoning_effort": effort})
 
 
-def models_and_benchmarks(named: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+NO_LABELS: Mapping[Path, str] = {}
+_LABEL = re.compile(r"(?P<label>[^=/]+)=(?P<path>.+)", re.DOTALL)
+
+
+def without_labels(named: Sequence[Path]) -> tuple[list[Path], dict[Path, str]]:
+    """Returns the arguments `NAME=PATH` or `PATH` without their labels, and the label of each path that has one.
+
+    A path that exists is no label, even with = in it. Raises UserError if two models have the same label, or a model has two.
+    """
+    paths: list[Path] = []
+    labels: dict[Path, str] = {}
+    for one in named:
+        found = None if one.exists() else _LABEL.fullmatch(str(one))
+        path = one if found is None else Path(found["path"])
+        paths.append(path)
+        if found is None:
+            continue
+        if path in labels:
+            raise UserError(f"{path}: is named twice, {labels[path]} and {found['label']}; name it once")
+        if found["label"] in labels.values():
+            raise UserError(f"{one}: another model is called {found['label']}, too; labels must be unique")
+        labels[path] = found["label"]
+    return paths, labels
+
+
+def label_of(checkpoint: Path, labels: Mapping[Path, str]) -> dict[str, str]:
+    """Returns the entry of a record with a model's label; empty for a model without one."""
+    return {"label": labels[checkpoint]} if checkpoint in labels else {}
+
+
+def models_and_benchmarks(
+    named: Sequence[Path], labels: Mapping[Path, str] = NO_LABELS
+) -> tuple[list[Path], list[Path]]:
     """Divides the arguments `CHECKPOINT... BENCHMARK...` into models and benchmarks.
 
-    The first argument is a model, and so are the arguments directly after it that are paths of models; the last is
-    always a benchmark. Raises UserError if there is no benchmark.
+    The first argument is a model, and so are the arguments directly after it that have a label or are paths of models; the last
+    is always a benchmark. Raises UserError if there is no benchmark.
     """
     count = 1
-    while count < len(named) - 1 and _holds_a_model(named[count]):
+    while count < len(named) - 1 and (named[count] in labels or _holds_a_model(named[count])):
         count += 1
     if len(named) < 2:
         raise UserError("eval needs a BENCHMARK behind the checkpoints: a TOML file, a directory or a packaged name")
+    if labelled := [f"{labels[one]}={one}" for one in named[count:] if one in labels]:
+        raise UserError(
+            f"{labelled[0]}: stands where a benchmark does; a label is of a checkpoint, and these come first"
+        )
     return list(named[:count]), list(named[count:])
 
 

@@ -6,7 +6,7 @@ One model on one benchmark prints all its results instead of a table.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from nmoe.config.modes import mode_of, why_not_comparable
 from nmoe.envs.rewards.reward import Scorer
 from nmoe.errors import UserError
 from nmoe.eval.best_of_n import best_of_n
-from nmoe.eval.evaluate import Asked, Evaluation, effortful
+from nmoe.eval.evaluate import NO_LABELS, Asked, Evaluation, effortful, label_of
 from nmoe.eval.outcomes import Outcome
 from nmoe.eval.overlap import TrainedOn
 from nmoe.eval.pair import Pair, in_order
@@ -130,9 +130,11 @@ def compare(cells: Sequence[Cell]) -> list[Comparison]:
     return found
 
 
-def table(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Yields the lines to print: a row for each model and a column for each benchmark, then the differences from the
-    first model."""
+def table(
+    cells: Sequence[Cell], comparisons: Sequence[Comparison], labels: Mapping[Path, str] = NO_LABELS
+) -> Iterator[str]:
+    """Yields the lines to print: a row for each model, by its label or path, and a column for each benchmark, then the
+    differences from the first model."""
     names = list(dict.fromkeys(cell.benchmark for cell in cells))
     models = list(dict.fromkeys(cell.checkpoint for cell in cells))
     shown = {(cell.checkpoint, cell.benchmark): cell.result for cell in cells}
@@ -140,19 +142,24 @@ def table(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Iterator[
     rows = [("model", *names)]
     for model in models:
         results = [shown[model, name] for name in names]
-        rows.append((str(model), *(f"{r.value:.1%} [{r.low:.1%}, {r.high:.1%}] of {r.problems}" for r in results)))
+        rows.append(
+            (
+                labels.get(model, str(model)),
+                *(f"{r.value:.1%} [{r.low:.1%}, {r.high:.1%}] of {r.problems}" for r in results),
+            )
+        )
     yield from columns(rows)
     for (model, name), result in shown.items():
         if result.trained_on is not None:
-            yield f"{model} was trained on {result.trained_on} of the {result.problems} problems of {name}"
+            yield f"{labels.get(model, model)} was trained on {result.trained_on} of the {result.problems} problems of {name}"
     if not comparisons:
         return
-    yield f"minus {models[0]}, paired by problem"
+    yield f"minus {labels.get(models[0], models[0])}, paired by problem"
     differences = {(one.checkpoint, one.benchmark): one for one in comparisons}
     rows = [("model", *names)]
     for model in models[1:]:
         pairs = [differences.get((model, name)) for name in names]
-        rows.append((str(model), *("" if one is None else _difference(one) for one in pairs)))
+        rows.append((labels.get(model, str(model)), *("" if one is None else _difference(one) for one in pairs)))
     yield from columns(rows)
 
 
@@ -160,15 +167,19 @@ def _difference(one: Comparison) -> str:
     return f"{one.difference:+.1%} [{one.low:+.1%}, {one.high:+.1%}] p = {one.p_value:.3f}"
 
 
-def table_json(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Returns the table as JSON, with all results of every model and benchmark."""
+def table_json(
+    cells: Sequence[Cell], comparisons: Sequence[Comparison], labels: Mapping[Path, str] = NO_LABELS
+) -> dict[str, Any]:
+    """Returns the table as JSON, with all results of every model and benchmark, and the labels of models that have one."""
     return {
         "results": [
-            {"checkpoint": str(cell.checkpoint), "benchmark": cell.benchmark}
+            {"checkpoint": str(cell.checkpoint), **label_of(cell.checkpoint, labels), "benchmark": cell.benchmark}
             | {"evaluations": [replace(one, outcomes=None).record() for one in cell.evaluations]}
             for cell in cells
         ],
-        "comparisons": [asdict(one) | {"checkpoint": str(one.checkpoint)} for one in comparisons],
+        "comparisons": [
+            asdict(one) | {"checkpoint": str(one.checkpoint), **label_of(one.checkpoint, labels)} for one in comparisons
+        ],
     }
 
 
@@ -179,6 +190,7 @@ def sweep_command(
     results: Path,
     out: Path | None,
     load_scorer: Callable[[Path, str], Scorer],
+    labels: Mapping[Path, str] = NO_LABELS,
 ) -> None:
     """Evaluates models on benchmarks, prints the table (or all results of a single pair), and writes JSON to `out`.
 
@@ -198,28 +210,29 @@ def sweep_command(
         greedy = replace(pair, asked=replace(asked, mode=mode_of(), best_of=None), scorer=None)
         first, drawn = map(in_order, _finish([greedy, pair]))
         found: Sequence[Evaluation] = best_of_n(first, drawn, pair.settings.env_id, asked.mode.temperature)
-        lines, record = list(map(str, found)), _single(pair, found)
+        lines, record = list(map(str, found)), _single(pair, found, labels)
     elif single:
         (pair,) = _pairs(checkpoints, benchmarks, asked, results)
         (outcomes,) = _finish([pair])
         found = pair.evaluations(outcomes)
-        lines, record = list(map(str, found)), _single(pair, found)
+        lines, record = list(map(str, found)), _single(pair, found, labels)
     else:
         cells = sweep(checkpoints, benchmarks, asked, results)
         comparisons = compare(cells)
-        lines, record = list(table(cells, comparisons)), table_json(cells, comparisons)
+        lines, record = list(table(cells, comparisons, labels)), table_json(cells, comparisons, labels)
     for line in lines:
         print(line)
     if out is not None:
         write_atomically(out, json.dumps(record, indent=2).encode() + b"\n")
 
 
-def _single(pair: Pair, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+def _single(pair: Pair, evaluations: Sequence[Evaluation], labels: Mapping[Path, str]) -> dict[str, Any]:
     """Returns the results of one model on one benchmark as JSON: the settings, the results, and an entry for each problem."""
     shown = ("id", "question", "gold", "answers", "correct", "failures")
     answers = sorted(pair.records(), key=lambda record: record["key"])
     return {
         **pair.header(),
+        **label_of(pair.checkpoint, labels),
         **pair.servers,
         "samples": pair.asked.mode.samples,
         "evaluations": [replace(one, outcomes=None).record() for one in evaluations],

@@ -70,14 +70,16 @@ class Size:
         return self.trained * self.dtype.itemsize + self.optimizer
 
 
-def size_of(config: RunConfig) -> Size:
-    """Determines the size of a run's model, without loading weights.
+def size_of(config: RunConfig, shape: ModelConfig | None = None) -> Size:
+    """Determines the size of a run's model, without loading weights; of a model that is yet to be made, from its `shape`.
 
     Raises UserError if the checkpoint or tokenizer is missing, or the device is.
     """
     settings = config.model
     device, dtype = device_and_dtype(settings)
-    if settings.shape is not None:
+    if shape is not None:
+        pass
+    elif settings.shape is not None:
         vocabulary = load_tokenizer(settings).vocab_size
         shape = ModelConfig(vocab_size=vocabulary, **settings.shape.model_dump())
     else:

@@ -17,6 +17,7 @@ from torch import nn
 from nmoe.config.commands import PretrainConfig, RecordsConfig, RLConfig, RunConfig, SelfplayConfig, VerifierConfig
 from nmoe.config.tables.model import Offload
 from nmoe.learner.muon import hidden_matrices
+from nmoe.model.config import ModelConfig
 from nmoe.model.device import kind_of
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.axes import Axes, expert_axis
@@ -53,13 +54,15 @@ class RankPlan:
         return sum(self.held.values())
 
 
-def plan(config: RunConfig, world: int, per_node: int, prompts: Prompts | None = None) -> RankPlan:
+def plan(
+    config: RunConfig, world: int, per_node: int, prompts: Prompts | None = None, shape: ModelConfig | None = None
+) -> RankPlan:
     """Plans the memory and traffic of a run on `world` ranks, `per_node` of them on each node.
 
-    Without `prompts`, prompts are as long as the configuration permits. Raises UserError if the sizes in [parallel] do
-    not fit the ranks, a checkpoint is missing, or the machine lacks the device.
+    Without `prompts`, prompts are as long as the configuration permits. `shape` is of a model that is yet to be made. Raises
+    UserError if the sizes in [parallel] do not fit the ranks, a checkpoint is missing, or the machine lacks the device.
     """
-    size = size_of(config)
+    size = size_of(config, shape)
     with torch.device("meta"):
         model = Transformer(size.shape)
     axes = axes_here(config.parallel, world, per_node, size.shape.routed_experts)

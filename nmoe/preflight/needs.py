@@ -5,8 +5,9 @@ from __future__ import annotations
 import netrc
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from glob import glob
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,13 +24,22 @@ from nmoe.config.commands import (
     VerifierConfig,
 )
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.tables.pools import GeneratedPool, HubPool, MixturePool, ReasoningGymPool
+from nmoe.config.tables.pools import (
+    CsvPool,
+    GeneratedPool,
+    HubPool,
+    JsonlPool,
+    MixturePool,
+    ParquetPool,
+    ProgramPool,
+    ReasoningGymPool,
+)
 from nmoe.config.tables.recipes import DatasetSettings
 from nmoe.config.tables.rewards import ServiceKeys
 from nmoe.config.tables.run import SinksSection
 from nmoe.data.hub import why_not_asked
 from nmoe.data.records import read_records
-from nmoe.data.rows import local_copy, read_rows
+from nmoe.data.rows import is_pattern, local_copy, read_rows
 from nmoe.envs.pools import build_order
 from nmoe.errors import UserError
 from nmoe.grading.gym import check_installed
@@ -115,14 +125,39 @@ def lacking_of_hub(config: RunConfig) -> dict[str, str]:
 
 def named_on_hub(config: RunConfig) -> tuple[list[str], list[str]]:
     """Returns the names of the models, and of the data sets, that a run reads from the hub."""
-    named = [pool.dataset for pool in pools_of(config) if isinstance(pool, HubPool)]
+    data = [name for name in names_of_data(config) if _on_hub(name) and local_copy(split_path(name)[0]) is None]
+    model = [config.model.path] if config.model.path is not None and _on_hub(config.model.path) else []
+    return model, data
+
+
+def names_of_data(config: RunConfig) -> list[str]:
+    """Returns the names of all files and datasets that a run reads, with their slices."""
+    named = names_of_pools(pools_of(config))
     if isinstance(config, PretrainConfig):
         named += [source.path for source in config.data.mixture]
     if isinstance(config, RecordsConfig):
         named += [one.path for one in records_of(config)]
-    data = [name for name in named if _on_hub(name) and local_copy(split_path(name)[0]) is None]
-    model = [config.model.path] if config.model.path is not None and _on_hub(config.model.path) else []
-    return model, data
+    return named
+
+
+def names_of_pools(pools: Iterable[object]) -> list[str]:
+    """Returns the names of the files and datasets that task pools read."""
+    named = []
+    for pool in pools:
+        if isinstance(pool, HubPool):
+            named.append(pool.dataset)
+        elif isinstance(pool, JsonlPool | ProgramPool | CsvPool | ParquetPool):
+            named.append(pool.path)
+        elif isinstance(pool, MixturePool):
+            named += names_of_pools(pool.sources)
+    return named
+
+
+def absent(names: Iterable[str]) -> list[str]:
+    """Returns, without their slices, the names of data that is neither on this machine nor in the hub's cache."""
+    plain = dict.fromkeys(map(_plain, names))
+    there = (name for name in plain if not (glob(name) if is_pattern(name) else local_copy(name)))
+    return [name for name in there if not (_on_hub(name) and not _uncached([name], "dataset"))]
 
 
 def records_of(config: RecordsConfig) -> list[DatasetSettings]:

@@ -107,13 +107,17 @@ def cost(
     provenance = read_provenance(out / "rl")
     sampled_tokens = sum(row["time_rollout_s"] * row["tokens_per_second"] for row in metrics)
     return [
-        markdown_table(
-            ["stage", "result", "seconds"], [[stage.name, _figures(stage), round(stage.seconds, 1)] for stage in stages]
-        ),
+        stage_table(stages),
         f"{summary['wall_s'] / 60:.1f} minutes in all, {summary['cpu_s'] / 60:.1f} CPU minutes, "
         f"{summary['peak_memory_mb']:.0f} MB of memory at most; {sampled_tokens:,.0f} tokens were sampled to learn from. "
         f"On {provenance['cpu']}, {_threads(provenance['threads'])}, torch {provenance['torch']}.\n",
     ]
+
+
+def stage_table(stages: Sequence[StageRecord]) -> str:
+    """Returns a table of the stages with their figures and times."""
+    rows = [[stage.name, _figures(stage), round(stage.seconds, 1)] for stage in stages]
+    return markdown_table(["stage", "result", "seconds"], rows)
 
 
 def write_report(out: Path, parts: Sequence[str]) -> Path:

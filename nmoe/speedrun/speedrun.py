@@ -1,4 +1,4 @@
-"""Runs the demonstration `nmoe speedrun`, with a released model or a new one."""
+"""Runs the demonstration `nmoe speedrun`, with a released model or a new one, or the pipeline of a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from nmoe.data.packages import packaged_model
-from nmoe.errors import MissingInputError
+from nmoe.errors import MissingInputError, UserError
+from nmoe.speedrun.planned import Planned
 from nmoe.speedrun.real import MODEL, Real
 from nmoe.speedrun.scratch import Scratch
 from nmoe.speedrun.stages import begun_with
@@ -40,11 +41,26 @@ def speedrun(
     return kind, out
 
 
+def run_pipeline(
+    named: str,
+    out: Path | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    device: str = "auto",
+    replace: bool = False,
+) -> None:
+    """Runs the pipeline of a TOML file or packaged name in the directory `out`, by default the file's, and prints the path of its
+    report. Raises as `Planned.run` does."""
+    Planned(named, out, seed, resume, device).run(replace)
+
+
 def _begun(out: Path | None) -> Kind | None:
     """Returns the pipeline that was begun in `out`, or in a default directory if `out` is None; None if there is none."""
     if out is None:
         return next((kind for kind in (DEFAULT, *DIRECTORIES) if begun_with(DIRECTORIES[kind]) is not None), None)
     settings = begun_with(out)
+    if settings is not None and (named := settings.get("pipeline")):
+        raise UserError(f"{out}: holds the pipeline {named}; go on with nmoe speedrun {named} --out {out} --resume")
     return None if settings is None else "real" if settings.get("real") else "scratch"
 
 

@@ -106,6 +106,7 @@ class Stages:
     settings: everything that determines the results, such as the seed. A resumed pipeline needs equal settings, except
         that `full` may change from false to true, which extends the pipeline.
     reports: the names of the files that `report` writes.
+    asks: whether a resumed pipeline repeats stages whose inputs have changed only with `replace` or the user's consent.
 
     Without `resume`, an earlier pipeline in the directory is replaced; if it was broken off or `full` could extend it, this
     needs `replace` or the user's consent in a terminal. Other files, and outputs that the user changed, are deleted only if a stage
@@ -125,12 +126,14 @@ class Stages:
         resume: bool,
         replace: bool = False,
         reports: Sequence[str] = (),
+        *,
+        asks: bool = False,
     ) -> None:
         if out.exists() and not out.is_dir():
             raise UserError(f"{out}: is a file; name a directory with --out")
         if out.exists() and any(out.iterdir()) and not (out / _MARKER).exists():
             raise UserError(f"{out}: is not empty and no speedrun made it; name another directory with --out")
-        self._out, self._plan, self._reports, self._file = out, plan, reports, out / _RECORD
+        self._out, self._plan, self._reports, self._file, self._asks = out, plan, reports, out / _RECORD, asks
         if resume and not self._file.exists():
             raise UserError(f"{self._file}: not there, so there is nothing to resume; run without --resume")
         with storage_errors(out):
@@ -255,6 +258,14 @@ class Stages:
                 "--replace",
                 replace,
             )
+        if resume and self._asks:
+            changed = {name for stage in to_come if self._has_changed(stage) for name in stage.makes}
+            agree_to_delete(
+                [path for path in dict.fromkeys([*now, *later]) if path.name in changed],
+                "The settings of these stages, or of stages that they start from, have changed, so that they are made again:",
+                "--replace",
+                replace,
+            )
         # In an extended pipeline a stage keeps its files until the stage that replaces it begins.
         delete([*others, *now], _ELSEWHERE)
         self._record.settings = settings
@@ -263,6 +274,14 @@ class Stages:
     def _is_done(self, stage: Stage) -> bool:
         key = stage.name, stage.start
         return stage.name in self._whole and any((one.name, one.start) == key for one in self._record.done)
+
+    def _has_changed(self, stage: Stage) -> bool:
+        """Returns whether a stage was done, or begun, with other inputs."""
+        record = self._record
+        starts = {one.start for one in record.done if one.name == stage.name}
+        if set(record.making) == set(stage.makes):
+            starts.add(record.making_from)
+        return bool(starts - {stage.start})
 
     def _is_own(self, name: str, mark: str | None) -> bool:
         """Returns whether a file or run exists and is unchanged since this pipeline made it."""
@@ -307,6 +326,14 @@ class Stages:
         write_atomically(self._file, (self._record.model_dump_json(indent=1) + "\n").encode())
 
 
+def finished(out: Path) -> set[str]:
+    """Returns the names of the stages that are done in the directory `out`; none if there is no record that can be read."""
+    try:
+        return {stage.name for stage in _Record.model_validate_json((out / _RECORD).read_bytes()).done}
+    except (ValidationError, OSError):
+        return set()
+
+
 def begun_with(out: Path) -> dict[str, Any] | None:
     """Returns the settings of the pipeline in the directory `out`; None if there is none, or if its record cannot be read."""
     try:
@@ -335,10 +362,11 @@ class Pipeline(ABC):
     """A speedrun's pipeline in the directory `out`; with `resume`, its runs continue from their checkpoints.
 
     `settings` determine the results, and a resumed pipeline needs the same ones (`Stages`). `promises` are bounds on
-    figures of its summary.
+    figures of its summary. `asks` is whether stages whose inputs have changed are repeated with consent only.
     """
 
     promises: ClassVar[Sequence[Promise]]
+    asks: ClassVar[bool] = False
     settings: Mapping[str, Any]
 
     def __init__(self, out: Path, seed: int, resume: bool, device: str = "auto") -> None:
@@ -358,12 +386,13 @@ class Pipeline(ABC):
         Raises UserError as `Stages` does, and if the device is missing; ShortfallError if a promise is broken.
         """
         make_ready(choose_device(self._device, "--device"))  # said before anything is made
-        with Stages(self._out, self.stages(), self.settings, self._resume, replace, REPORTS) as stages:
+        with Stages(self._out, self.stages(), self.settings, self._resume, replace, REPORTS, asks=self.asks) as stages:
             stages.run()
             summary = stages.report(lambda: self.report(stages.done))
         if missed := shortfalls(self.promises, summary, str(self._out)):
             raise ShortfallError("\n".join(["this speedrun fell short of its promises:", *missed]))
-        print(f"all {len(self.promises)} promises are kept (nmoe/speedrun/promises.py)")
+        if self.promises:
+            print(f"all {len(self.promises)} promises are kept (nmoe/speedrun/promises.py)")
 
     def _learn(self, config: RLConfig) -> Figures:
         last = read_metrics(train(config))[-1]
@@ -394,9 +423,10 @@ class Pipeline(ABC):
     def _write_summary(self, summary: Figures) -> None:
         write_atomically(self._out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
 
-    def _load(self, path: Path, schema: type[C], values: Mapping[str, str | int | float]) -> C:
-        """Loads a configuration with the directory, seed and device of this pipeline, and the overrides in `values`."""
+    def _load(
+        self, path: Path, schema: type[C], values: Mapping[str, str | int | float], overrides: Sequence[str] = ()
+    ) -> C:
+        """Loads a configuration with `overrides`, then the directory, seed and device of this pipeline, then `values`."""
         own = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": "auto" if self._resume else False}
-        overrides = {**own, "model.device": self._device, **values}
-        arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
-        return load_run(path, schema, arguments)
+        given = {**own, "model.device": self._device, **values}
+        return load_run(path, schema, [*overrides, *(f"--{key}={json.dumps(value)}" for key, value in given.items())])

@@ -148,9 +148,14 @@ def test_the_other_verbs_hand_over_their_arguments(
     )
     evals = Path("evals")
     assert calls == [
-        ([Path("runs/a")], [Path("e.toml")], Asked(mode_of(), 200, 0), evals, None, load_scorer),
-        ([Path("a")], [Path("e")], eight, evals, Path("r"), load_scorer),
+        ([Path("runs/a")], [Path("e.toml")], Asked(mode_of(), 200, 0), evals, None, load_scorer, {}),
+        ([Path("a")], [Path("e")], eight, evals, Path("r"), load_scorer, {}),
     ]
+    calls.clear()
+    assert nmoe("eval", "before=runs/a", "after=runs/b", "e") == 0
+    ((models, benchmarks, *_, labels),) = calls
+    assert (models, benchmarks) == ([Path("runs/a"), Path("runs/b")], [Path("e")])
+    assert labels == {Path("runs/a"): "before", Path("runs/b"): "after"}
 
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])
     assert nmoe("eval", "runs/a", "--format-check") == 0
@@ -196,6 +201,12 @@ def test_the_other_verbs_hand_over_their_arguments(
     ]
     assert nmoe("speedrun", "--scratch", "--real") == 2
     assert "--real and --scratch name two pipelines; choose one" in capsys.readouterr().err
+    calls = stand_in("nmoe.speedrun.speedrun", "run_pipeline")
+    assert nmoe("speedrun", "mine.toml", "--seed=2", "--out=x", "--resume", "--replace", "--device=cpu") == 0
+    assert calls == [("mine.toml", Path("x"), 2, True, "cpu", True)]
+    assert nmoe("speedrun", "mine.toml", "--full") == 2
+    assert nmoe("speedrun", "--dry-run") == 2
+    assert "--dry-run plans a PIPELINE; name one, such as nanochat_d20" in capsys.readouterr().err
 
     capsys.readouterr()
     calls = stand_in("nmoe.runs.report", "write_report", result=Path("runs/a/report.md"))
@@ -413,7 +424,7 @@ def test_what_the_examples_of_help_name_is_packaged() -> None:
     configurations = re.findall(r" nmoe (?:rl train|pretrain|sft|dpo|reward|verifier|selfplay) (\w+)", text)
     assert {"sort_grpo", "verifier"} <= set(configurations)
     assert set(configurations) <= {one.name for one in packaged_configurations()} | {"mine"}
-    environments = re.findall(r" nmoe (?:env check|eval \S+|data pairs \S+) (\w+)\b(?!/)", text)
+    environments = re.findall(r" nmoe (?:env check|eval \S+|data pairs \S+) (\w+)\b(?![/=])", text)
     assert {"skills", "sort"} <= set(environments)
     # `core` is a benchmark that has no environment.
     assert set(environments) <= {one.name for one in packaged_environments()} | {"my_environment", "mine", "core"}

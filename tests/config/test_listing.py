@@ -12,8 +12,9 @@ import pytest
 from nmoe.config.commands import COMMANDS, PretrainConfig, RLConfig, RunConfig, SFTConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.listing import list_configurations, show_configuration, show_environment
-from nmoe.config.loader import load_preparation, load_run
-from nmoe.config.packaged import CONFIGS, ENVIRONMENTS, PREPARATIONS
+from nmoe.config.loader import load, load_preparation, load_run
+from nmoe.config.packaged import CONFIGS, ENVIRONMENTS, PIPELINES, PREPARATIONS, find_pipeline
+from nmoe.config.pipeline import PipelineSettings
 from nmoe.config.reference import reference
 from nmoe.config.schema import paths_of, sections_of
 from nmoe.errors import UserError
@@ -41,8 +42,10 @@ def test_configurations_with_what_runs_them() -> None:
     head, *rows = list_configurations()
     names, froms, texts = (head.index(title) for title in ("COMMAND", "FROM", "DESCRIPTION"))
     table = {row[:names].strip(): (row[names:froms].strip(), row[texts:]) for row in rows}
-    assert set(table) == {path.stem for kept in (CONFIGS, PREPARATIONS) for path in kept.glob("*.toml")}
+    assert set(table) == {path.stem for kept in (CONFIGS, PREPARATIONS, PIPELINES) for path in kept.glob("*.toml")}
     assert table["numina"][0] == "nmoe data prepare numina"
+    assert table["nanochat_d20"][0] == "nmoe speedrun nanochat_d20"
+    assert show_configuration("nanochat_d20") == (PIPELINES / "nanochat_d20.toml").read_text()
     assert show_configuration("numina") == (PREPARATIONS / "numina.toml").read_text()
     assert table["sort_grpo"] == (
         "nmoe rl train sort_grpo",
@@ -55,6 +58,8 @@ def test_configurations_with_what_runs_them() -> None:
             verb = command.removeprefix("nmoe ").removesuffix(f" {name}")
             if verb == "data prepare":
                 assert load_preparation(PREPARATIONS / f"{name}.toml")
+            elif verb == "speedrun":
+                assert load(find_pipeline(name), PipelineSettings).stage
             else:
                 assert load_run(CONFIGS / f"{name}.toml", COMMANDS[verb])
     # What only another command runs: the speedrun, and a benchmark.

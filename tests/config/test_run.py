@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.base import Section
 from nmoe.config.commands import COMMANDS, DPOConfig, PretrainConfig, RewardConfig, RLConfig, RunConfig, SFTConfig
+from nmoe.config.kinds import command_for
 from nmoe.config.loader import load, load_environment, load_preparation, load_run, parse
 from nmoe.config.locate import Locator, Place
 from nmoe.config.packaged import CONFIGS
@@ -655,6 +656,13 @@ def test_each_loss_has_its_clip_range(loss: str, bounds: tuple[float | None, flo
     settings = {"loss": loss, "aggregation": "sequence" if loss == "gspo" else "constant"}
     assert PolicyLossSection.model_validate(settings).clip_range == bounds
     assert PolicyLossSection.model_validate({**settings, "clip_high": 0.3}).clip_range == (bounds[0], 0.3)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_record_of_a_packaged_run_is_read_back(path: Path, tmp_path: Path) -> None:
+    config = load_run(path, schema := COMMANDS[command_for(path)])
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load(tmp_path / "config.toml", schema) == config
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

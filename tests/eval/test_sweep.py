@@ -16,7 +16,7 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval import overlap as overlapping
 from nmoe.eval import pair as pairing
-from nmoe.eval.evaluate import Asked, Evaluation, models_and_benchmarks
+from nmoe.eval.evaluate import Asked, Evaluation, models_and_benchmarks, without_labels
 from nmoe.eval.overlap import asked_in_records
 from nmoe.eval.pair import SweepInterruptedError
 from nmoe.eval.sweep import Cell, compare, sweep, sweep_command, table, table_json
@@ -274,6 +274,10 @@ def test_checkpoints_come_before_benchmarks(place: Path) -> None:
     a, b, reverse = place / "a", place / "b", place / "reverse.toml"
     assert models_and_benchmarks([a, b, reverse, Path("sort")]) == ([a, b], [reverse, Path("sort")])
     assert models_and_benchmarks([a, Path("sort")]) == ([a], [Path("sort")])
+    gone = Path("gone")
+    assert models_and_benchmarks([a, gone, Path("sort")], {gone: "x"}) == ([a, gone], [Path("sort")])
+    with pytest.raises(UserError, match="y=sort: stands where a benchmark does"):
+        models_and_benchmarks([a, Path("sort")], {Path("sort"): "y"})
     with pytest.raises(UserError, match="needs a BENCHMARK"):
         models_and_benchmarks([a])
 
@@ -282,3 +286,24 @@ def test_an_unknown_benchmark_is_named_with_one_that_is_alike(place: Path, tmp_p
     with pytest.raises(UserError, match="did you mean 'sort'"):
         sweep([place / "a"], [Path("sorrt")], DRAWN, tmp_path / "results")
     assert not (tmp_path / "results").exists()
+
+
+def test_models_stand_in_table_and_json_by_their_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1").mkdir()
+    assert without_labels([Path("a=runs/x"), Path("lr=1"), Path("runs/y=2"), Path("sort")]) == (
+        [Path("runs/x"), Path("lr=1"), Path("runs/y=2"), Path("sort")],
+        {Path("runs/x"): "a"},
+    )
+    with pytest.raises(UserError, match="a=y: another model is called a, too"):
+        without_labels([Path("a=x"), Path("a=y")])
+    with pytest.raises(UserError, match="x: is named twice, a and b"):
+        without_labels([Path("a=x"), Path("b=x")])
+    result = Evaluation("greedy_pass@1", "sums", 4, 0.5, 0.1, 0.9, {"1": 1.0, "2": 0.0, "3": 1.0, "4": 0.0})
+    cells = [Cell(Path(name), "sums", [result], result) for name in ("runs/x", "runs/y")]
+    labels = {Path("runs/x"): "before"}
+    _, _, first, second, minus, *_ = table(cells, compare(cells), labels)
+    assert [line.split()[0] for line in (first, second)] == ["before", "runs/y"]
+    assert minus == "minus before, paired by problem"
+    found = table_json(cells, compare(cells), labels)["results"]
+    assert [(one["checkpoint"], one.get("label")) for one in found] == [("runs/x", "before"), ("runs/y", None)]

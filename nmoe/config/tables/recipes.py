@@ -171,8 +171,9 @@ class SFTRecordsSection(RecordsSection):
         if self.held_out_path is None:
             if self.held_out_split is not None:
                 yield Conflict("held_out_split", "of which source? name the data in held_out_path")
-            of_path = self.model_fields_set & (DatasetSettings.model_fields.keys() - {"path"})
-            for key in sorted(of_path):
+            # A run's record spells the defaults out.
+            known = {key: field.default for key, field in DatasetSettings.model_fields.items() if key != "path"}
+            for key in sorted(key for key, default in known.items() if getattr(self, key) != default):
                 yield Conflict(key, "is of one dataset; give it to each of [[records.sources]]")
 
     @property
