@@ -159,8 +159,10 @@ class Problem:
         return [f"{key}={self.metadata[key]}" for key in GROUPS if key in self.metadata]
 
 
-# How experts that a checkpoint stores in MXFP4 are kept in memory: in the model's dtype, or in their four bits.
-ExpertWeightsForm = Literal["dequantized", "mxfp4"]
+# The few bits in which frozen experts may be held: as a released gpt-oss stores them, or quantised while they are loaded.
+PackedForm = Literal["mxfp4", "fp8", "nvfp4"]
+# How experts are held in memory: in the model's dtype, or packed.
+ExpertWeightsForm = Literal["dequantized", "mxfp4", "fp8", "nvfp4"]
 
 # Of weights, activations and key-value cache.
 Precision = Literal["float32", "bfloat16", "float16"]

@@ -60,7 +60,8 @@ def load_model(
     """Loads the model of a run or checkpoint; an adapter is loaded with its base model. `device` is "auto" (a GPU if there is one),
     "cpu", "cuda" or, with several GPUs, "cuda:1". `precision`, of weights and activations, is "float32", "bfloat16" or
     "float16"; None is bfloat16 on a GPU, and on a CPU with bfloat16 products if the weights are stored in it; else float32. With
-    `expert_weights` "mxfp4" a released gpt-oss keeps its experts in four bits, for sampling but not for training.
+    `expert_weights` "mxfp4" a released gpt-oss keeps its experts in four bits, and with "fp8" and "nvfp4" those of any model are
+    quantised, for sampling and beneath an adapter.
 
         >>> import nmoe
         >>> model = nmoe.load_model(checkpoint)
@@ -72,7 +73,7 @@ def load_model(
     named = model_path(path, "path")
     directory = resolve_checkpoint(named)
     if expert_weights not in get_args(ExpertWeightsForm):
-        raise UserError(f"expert_weights = {expert_weights!r} is neither 'dequantized' nor 'mxfp4'")
+        raise UserError(f"expert_weights = {expert_weights!r} is none of {', '.join(get_args(ExpertWeightsForm))}")
     if precision not in (None, *get_args(Precision)):
         raise UserError(f"precision = {precision!r} is none of {', '.join(map(repr, get_args(Precision)))}")
     model = load_policy_on(directory, device, expert_weights, precision, "device")

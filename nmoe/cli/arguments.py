@@ -63,7 +63,8 @@ Device = Annotated[
 ExpertWeights = Annotated[
     ExpertWeightsForm,
     typer.Option(
-        help="mxfp4 keeps the experts of a released gpt-oss in their four bits: about a quarter of bfloat16's memory."
+        help="Hold experts packed: mxfp4 as a released gpt-oss stores them; fp8 and nvfp4 (0.5 and 0.28 of bfloat16's memory) "
+        "quantise those of any checkpoint."
     ),
 ]
 PrecisionOfWeights = Annotated[

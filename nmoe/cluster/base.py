@@ -23,7 +23,7 @@ from nmoe.runs.resolve import resolve_checkpoint
 def checkpoint_as_it_is(config: RLConfig) -> Path | None:
     """Returns the checkpoint of model.path if engines that load it have the weights with which the run begins; else None."""
     model, lora, section = config.model, config.lora, config.engine
-    changed = model.context_tokens is not None or model.expert_profile is not None
+    changed = model.context_tokens is not None or model.profile is not None
     adapted = lora is not None and (
         lora.path is not None or (section.kind == "server" and section.transport(True) == "adapter")
     )

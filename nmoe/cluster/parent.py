@@ -87,7 +87,8 @@ def run_placed(config: RLConfig, file: Path, overrides: Sequence[str]) -> None:
             _write_base(base, file, overrides)
         first = None if placed.launcher == "ray" else 0 if placed.layout == "colocated" else placed.learner_gpus
         dtype_name, numerics = str(dtype).removeprefix("torch."), config.model.numerics
-        servers = addresses(config.placed_engine, base, numerics, dtype_name, on_cpu, key, launcher, first)
+        held = config.model.expert_weights
+        servers = addresses(config.placed_engine, base, numerics, dtype_name, on_cpu, key, launcher, first, held)
         command = [
             *(sys.executable, "-m", "nmoe.rl", "train", str(file), f"--engine.wait_s={placed.wait_s}"),
             *(one for one in overrides if not one.startswith("--run.resume=")),

@@ -91,11 +91,14 @@ class RunConfig(Section):
                 "batch.tokens_per_microbatch",
                 f"a sequence of model.shape.context_tokens = {shape.context_tokens} does not fit",
             )
-        if self.trains and self.model.expert_weights == "mxfp4":
+        if self.model.expert_weights != "dequantized" and self.parallel.ep not in (1, "auto"):
+            yield Conflict("parallel.ep", "every rank holds all packed experts: leave it out, or model.expert_weights")
+        if self.trains_base and self.model.expert_weights != "dequantized":
             yield Conflict(
                 "model.expert_weights",
-                "experts in mxfp4 can be sampled and not trained; leave it out. Self-play without selfplay.train takes it, and "
-                "nmoe eval, chat and data pairs have --expert-weights",
+                f"experts held in {self.model.expert_weights} are frozen: train an adapter beside them, by [lora], or leave it "
+                "out. model.expert_profile trains experts through the rounding; nmoe eval, chat and data pairs have "
+                "--expert-weights",
             )
 
     @property
@@ -103,12 +106,21 @@ class RunConfig(Section):
         """Whether the run changes weights; self-play may only sample."""
         return True
 
+    @property
+    def trains_base(self) -> bool:
+        """Whether the run changes the weights of the model itself, and not only of an adapter."""
+        return self.trains
+
 
 class AdaptableConfig(RunConfig):
     """The configuration of a run that trains either all weights or a LoRA adapter."""
 
     lora: LoraSection | None = None
     """train an adapter; without it, all weights"""
+
+    @property
+    def trains_base(self) -> bool:
+        return self.lora is None
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.lora is not None and self.model.path is None:
@@ -120,8 +132,7 @@ class AdaptableConfig(RunConfig):
         if self.lora is not None and self.model.expert_profile is not None:
             yield Conflict(
                 "model.expert_profile",
-                "an adapter is trained beside experts in the run's precision: merged into quantised ones it would be another "
-                "policy; leave [lora] or model.expert_profile out",
+                "trains experts, and an adapter's base is frozen: leave it out, or hold the experts so by model.expert_weights",
             )
         if self.lora is not None and self.model.context_tokens is not None:
             yield Conflict(
@@ -334,6 +345,14 @@ class RLConfig(AdaptableConfig, _Asynchronous):
                 f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
             )
         yield from self._algorithm_conflicts()
+        if (form := self.model.expert_weights) != "dequantized" and self.engine.on_servers:
+            if self.engine.transport(True) != "adapter":
+                yield Conflict("engine.weights", f'must be "adapter": experts held in {form} are not sent')
+            if form != "mxfp4" and self.engine.kind != "server":
+                yield Conflict(
+                    "engine.kind",
+                    f'would sample from experts as the checkpoint has them, and not in {form}; use "server" or "native"',
+                )
         if self.asynchrony.max_staleness:
             yield from self._asynchrony_conflicts()
         yield from self._placement_conflicts()

@@ -24,7 +24,7 @@ from nmoe.engine.dealing import Dealing
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.in_step import InStepEngine
 from nmoe.errors import UserError
-from nmoe.model.checkpoint import new_model
+from nmoe.model.checkpoint import new_model, packed_form
 from nmoe.model.lora import Lora
 from nmoe.model.moe import MoE
 from nmoe.model.transformer import Transformer
@@ -78,7 +78,7 @@ class _Sampled:
 
 class RankSampler:
     """Holds the whole weights of a sharded model on one rank, or with `expert_parallel` all but the experts of other ranks, and the
-    engine that samples with them."""
+    engine that samples with them. Packed experts are the sharded model's own."""
 
     def __init__(self, learner: Trained, max_sequences: int, cache_mb: int, expert_parallel: bool) -> None:
         # Imported here because it takes 0.6 s, which only several ranks should cost.
@@ -90,8 +90,10 @@ class RankSampler:
             for name, moe in model.named_modules()
             if expert_parallel and isinstance(moe, MoE) and isinstance(moe.dispatcher, Dispatcher)
         }
-        dtype = model.embedding.weight.dtype
-        self.model = new_model(model.config, dtype, model.device, share=self._divide).requires_grad_(False)
+        dtype, form = model.embedding.weight.dtype, packed_form(model)
+        self.model = new_model(model.config, dtype, model.device, form, self._divide).requires_grad_(False)
+        for own, trained in zip(self.model.moe_layers(), model.moe_layers(), strict=True):
+            own.gate_up_packed, own.down_packed = trained.gate_up_packed, trained.down_packed
         self.model.set_numerics("exact" if model.exact else "fast")
         self.model.generation = model.generation
         if (lora := learner.lora) is not None:

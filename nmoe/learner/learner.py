@@ -38,6 +38,7 @@ from nmoe.model.checkpoint import (
     checkpoint_tensors,
     export_model,
     load_weights,
+    packed_form,
     refuse_packed,
     sharded_model,
     snapshot_model,
@@ -87,11 +88,13 @@ def share_model(
 ) -> None:
     """Shards a model over the ranks in place, and gives its expert layers the dispatcher that exchanges tokens between ranks. Does
     nothing for a model that is sharded already. A model on the meta device needs the `device` on which its parts are allocated. The
-    `kept` parameters stay whole on every rank. Raises UserError as `Ranks.shard` does."""
+    `kept` parameters and packed experts stay whole on every rank. Raises UserError as `Ranks.shard`
+    does."""
     if ranks.share(model):
         return
     moes = model.moe_layers()
-    dispatcher = ranks.shard(model, model.blocks, moes, model.config.routed_experts, kept, device)
+    divided = model.config.routed_experts if packed_form(model) is None else 0
+    dispatcher = ranks.shard(model, model.blocks, moes, divided, kept, device)
     for moe in moes:
         moe.dispatcher, moe.sharded = dispatcher, ranks.size > 1
 
@@ -137,7 +140,8 @@ class Learner:
         head_only: bool = False,
         head_learning_rate: float | None = None,
     ) -> None:
-        refuse_packed(model, "trained")
+        if lora is None:
+            refuse_packed(model, "trained without an adapter")
         assert head is not None or not head_only, "a learner of a head alone has one"
         assert lora is None or lora.model is model, "the adapter belongs to the trained model"
         self.model, self.lora, self.head, self.head_only = model, lora, head, head_only

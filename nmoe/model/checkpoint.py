@@ -27,14 +27,15 @@ from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, nativ
 from nmoe.model.families.base import Family, Written, check_names, fill, tensors_of
 from nmoe.model.families.compressed import quantization_config, refuse_stacked, stored_tensors
 from nmoe.model.gguf.tensors import GGUFTensors, hf_config
-from nmoe.model.mxfp4 import LARGEST_SCALE, PackedExperts
+from nmoe.model.mxfp4 import LARGEST_SCALE
+from nmoe.model.packed_experts import MXFP4Experts, PackedExperts
 from nmoe.model.precision import cast
 from nmoe.model.shards import files_of, open_tensors, write_index, write_shards
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import is_sharded
 from nmoe.parsing import json_object
-from nmoe.types import ExpertWeightsForm
+from nmoe.types import ExpertWeightsForm, PackedForm
 
 # As large as the shards that transformers writes.
 SHARD_BYTES = 5 * 10**9
@@ -49,9 +50,10 @@ def load_model(
 ) -> Transformer:
     """Loads the model of a checkpoint directory onto `device`, with parameters in `dtype`; routers and buffers stay in fp32.
 
-    With `expert_weights = "mxfp4"`, experts that are stored in MXFP4 stay in MXFP4 and are dequantised for each product: such a
-    model gives the same results as the dequantised one in about a quarter of bf16's memory, but cannot be trained or exported.
-    Raises UserError if the experts are stored otherwise.
+    With other `expert_weights` than "dequantized", experts are held packed and dequantised for each product: frozen, beside which
+    an adapter can be trained, but not exported. "mxfp4" keeps experts that are stored in MXFP4; results are those of the
+    dequantised model. "fp8" and "nvfp4" quantise any experts while loading; results are those of the model with this
+    `expert_profile`. Raises UserError if the experts are not stored in MXFP4, or were trained in another profile.
 
     `share` shards the model over ranks, as in `new_model`: each rank then holds its part, and one whole weight at a time.
 
@@ -60,39 +62,61 @@ def load_model(
     is a table or stacked experts, which are read in pieces.
     """
     family, config = read_config(directory)
-    shards, packed = open_tensors(directory), expert_weights == "mxfp4"
-    if packed and not (family is gpt_oss and any(name.endswith("experts.down_proj_blocks") for name in shards.files)):
+    shards, packed = open_tensors(directory), None if expert_weights == "dequantized" else expert_weights
+    as_stored = packed == "mxfp4"
+    if as_stored and not (
+        family is gpt_oss and any(name.endswith("experts.down_proj_blocks") for name in shards.files)
+    ):
         raise UserError(
-            f"{directory}: its experts are not stored in MXFP4; load it with expert_weights = 'dequantized'"
+            f"{directory}: its experts are not stored in MXFP4; load it with expert_weights = 'dequantized', 'fp8' or 'nvfp4'"
         )
     try:
+        if packed is not None:
+            config = in_profile_of(packed, config)
         model = new_model(config, dtype, device, packed, share)
     except UserError as error:
         raise UserError(f"{directory / 'config.json'}: {error}") from None
     model.generation = read_generation(directory)
-    entries = gpt_oss.packed_entries(config) if packed else None
-    fill(model.state_dict(), family, config, shards, [name for name, _ in model.named_buffers()], entries)
-    for name, experts in model.named_modules():
-        if isinstance(experts, PackedExperts) and bool((experts.scales > LARGEST_SCALE).any()):
+    state, buffers = model.state_dict(), [name for name, _ in model.named_buffers()]
+    found = {name.removesuffix("_packed"): one for name, one in model.named_modules() if isinstance(one, PackedExperts)}
+    if as_stored:
+        fill(state, family, config, shards, buffers, gpt_oss.packed_entries(config))
+    else:
+        state |= {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in found.items()}
+        fill(state, family, config, shards, buffers, quantised=found)
+    for name, experts in found.items():
+        if isinstance(experts, MXFP4Experts) and bool((experts.scales > LARGEST_SCALE).any()):
             raise UserError(f"{shards.listing}: the scales of {name} hold NaN or infinite values")
     return model
+
+
+def in_profile_of(packed: PackedForm, config: ModelConfig) -> ModelConfig:
+    """Returns the configuration of a model whose experts are held in this form: FP8 and NVFP4 compute in the profile of that name.
+    Raises UserError for experts that were trained in another profile, and as `ModelConfig` does."""
+    profile = None if packed == "mxfp4" else packed
+    if config.expert_profile not in (None, profile):
+        raise UserError(
+            f"its experts were trained in {config.expert_profile}; hold them dequantized or in that, not in {packed}"
+        )
+    return ModelConfig.from_dict(config.to_dict() | {"expert_profile": profile})
 
 
 def new_model(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device | str,
-    packed: bool = False,
+    packed: PackedForm | None = None,
     share: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
-    """Allocates a model on `device` whose weights and router biases are not set yet; with `packed`, its experts are in MXFP4.
+    """Allocates a model on `device` whose weights and router biases are not set yet; `packed` is the form of its experts.
     `share` shards the model over ranks before any memory is allocated, so that each rank allocates only its part. Raises UserError
     if the model does not fit into memory."""
     try:
         with torch.device("meta"):
             model = cast(Transformer(config), dtype)
-            for moe in model.moe_layers() if packed else ():
-                moe.pack()
+            if packed is not None:
+                for moe in model.moe_layers():
+                    moe.pack(packed)
         if share is not None:
             share(model)
         # As to_empty does, but for whole weights by a function that imports nothing of torch's compiler.
@@ -215,7 +239,7 @@ def export_model(
     Chooses the Hugging Face family that has all features of the model; a loaded model returns to its own family. Where ranks hold
     parts of the model, every rank calls this function with a `gather`, which returns the whole tensor of a name once all ranks ask
     for it; only the `first` rank writes. With `own_format` it is a checkpoint that only nmoe loads. Raises UserError if no family
-    has all features, for experts in MXFP4, for a profile if the family stores a layer's experts in one tensor, for weights that are
+    has all features, for packed experts, for a profile if the family stores a layer's experts in one tensor, for weights that are
     not zero and that the family cannot store, such as a router's bias, and if the directory already holds a model, since shards of
     both would be mixed."""
     refuse_packed(model, "exported")
@@ -311,12 +335,17 @@ def _configuration(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     return path, json_object(path, "a checkpoint is a directory with config.json and model.safetensors, or a GGUF file")
 
 
+def packed_form(model: Transformer) -> PackedForm | None:
+    """Returns the form in which a model's experts are packed; None if they are not."""
+    return next((moe.down_packed.form for moe in model.moe_layers() if moe.down_packed is not None), None)
+
+
 def refuse_packed(model: Transformer, what: str) -> None:
-    """Raises UserError if the model's experts are in MXFP4, because such weights are not parameters. `what` is what cannot be done,
+    """Raises UserError if the model's experts are packed, because such weights are not parameters. `what` is what cannot be done,
     as in "exported"."""
-    if any(moe.gate_up_packed is not None for moe in model.moe_layers()):
+    if packed_form(model) is not None:
         raise UserError(
-            f"a model whose experts are in MXFP4 cannot be {what}; load it with expert_weights = 'dequantized'"
+            f"a model whose experts are packed cannot be {what}; load it with expert_weights = 'dequantized'"
         )
 
 

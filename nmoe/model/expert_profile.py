@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from nmoe.config.tables.model import ExpertProfile
 from nmoe.errors import UserError
+from nmoe.model.mxfp4 import E2M1
 
 BLOCK = 16
 _LARGEST_E4M3, _LARGEST_E2M1 = 448.0, 6.0
 # Keeps scales normal numbers: smaller ones become 0.
 _SMALLEST_SCALE, _SMALLEST_AMAX = 2.0**-126, 2.0**-100
 
-# The magnitudes of E2M1, and what separates them. Of a number halfway the one whose code is even is taken (IEEE 754's rule).
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# What separates the magnitudes of E2M1. Of a number halfway the one whose code is even is taken (IEEE 754's rule).
 _HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
@@ -59,9 +59,15 @@ def nvfp4(weight_ND: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (codes + 8 * (scaled_NGW < 0).to(torch.uint8)).flatten(-2), scales_NG, factor
 
 
+def in_pairs(codes_ND: Tensor) -> Tensor:
+    """Puts two codes of four bits into each byte, the lower bits first."""
+    low_NH, high_NH = codes_ND.unflatten(-1, (-1, 2)).unbind(-1)
+    return low_NH | high_NH << 4
+
+
 def from_nvfp4(codes_ND: Tensor, scales_NG: Tensor, factor: Tensor) -> Tensor:
     """Dequantises codes, scales and factor as `nvfp4` returns them to `[N, D]` in fp32."""
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes_ND.device)
+    values = torch.tensor(E2M1, device=codes_ND.device)
     blocks_NGW = values[codes_ND.int()].unflatten(-1, (-1, BLOCK))
     return (blocks_NGW * (scales_NG.float() / factor).unsqueeze(-1)).flatten(-2)
 

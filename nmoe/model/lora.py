@@ -24,6 +24,7 @@ from nmoe.errors import UserError
 from nmoe.model.layers import Linear
 from nmoe.model.low_rank import ExpertsLowRank, LowRank
 from nmoe.model.moe import MoE
+from nmoe.model.packed_experts import PackedExperts
 from nmoe.model.transformer import Transformer
 
 # In a mixture of experts only attention is adapted by default (the router never is): each expert sees few tokens, and the
@@ -229,9 +230,10 @@ class Lora:
 
     def _adapt_experts(self, module: MoE, site: Site) -> None:
         name = "down" if site.target == "experts.down_proj" else "gate_up"
-        weight_EDF = getattr(module, name)
-        (experts, inputs, outputs), (rank, scale) = weight_EDF.shape, self.settings.of(site)
-        update = ExpertsLowRank(experts, inputs, outputs, rank, scale, weight_EDF)
+        packed: PackedExperts | None = getattr(module, f"{name}_packed")
+        like = getattr(module, name) if packed is None else self.model.embedding.weight
+        (experts, inputs, outputs), (rank, scale) = (packed or like).shape, self.settings.of(site)
+        update = ExpertsLowRank(experts, inputs, outputs, rank, scale, like)
         self._parts[site] = update.a_EDr.mT, update.b_ErF.mT
         self._put(module, name, f"{name}_adapter", update)
 
@@ -303,7 +305,7 @@ class Lora:
     @contextmanager
     def merged(self) -> Iterator[Transformer]:
         """Adds the updates to the model's weights and removes the adapter inside the context, as an export needs it. Afterwards the
-        base's weights are back, unchanged. Inside, adapted weights take memory twice."""
+        base's weights are back, unchanged. Inside, adapted weights take memory twice. Adapted experts must not be packed."""
         frozen = [getattr(module, weight) for module, weight, _, _ in self._attached]
         with self.disabled():
             try:
@@ -322,7 +324,8 @@ class Lora:
     def describe(self) -> list[str]:
         """Returns lines such as `adapter: 24,576 parameters beside 1,203,456 (2.0%), at q_proj, o_proj; rank 8, alpha 16`."""
         own = sum(parameter.numel() for parameter in self.parameters())
-        every = sum(parameter.numel() for parameter in self.model.parameters())
+        packed = (one for one in self.model.modules() if isinstance(one, PackedExperts))
+        every = sum(one.numel() for one in self.model.parameters()) + sum(math.prod(one.shape) for one in packed)
         targets = ", ".join(dict.fromkeys(site.target for site in self.sites))
         return [
             f"adapter: {own:,} parameters beside {every - own:,} ({own / (every - own):.1%}), at {targets}; "

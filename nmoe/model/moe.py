@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,10 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.expert_profile import ProfiledExperts
 from nmoe.model.layers import Linear, SwiGLU
 from nmoe.model.low_rank import ExpertsLowRank
-from nmoe.model.mxfp4 import PackedExperts
 from nmoe.model.ops.table import ops_for
+from nmoe.model.ops.torch import TorchOps
+from nmoe.model.packed_experts import FORMS, PackedExperts
+from nmoe.types import PackedForm
 
 
 class RouterTrace:
@@ -112,8 +115,8 @@ class ExpertWeights:
     """The weights of a layer's experts. Biases are `[E, 2F]` and `[E, D]` or None; `limit` is as in `swiglu`, `exact` as in
     `ops_for`."""
 
-    gate_up_EDF: Tensor
-    down_EFD: Tensor
+    gate_up_EDF: Tensor | PackedExperts
+    down_EFD: Tensor | PackedExperts
     gate_up_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
     limit: float = 0.0
@@ -158,9 +161,14 @@ class ExpertComputation(ABC):
         hidden = self.ops.swiglu(hidden, weights.limit)
         return self._layer(hidden, weights.down_EFD, weights.down_bias_ED, weights.down_adapter)
 
-    def _layer(self, x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, adapter: ExpertsLowRank | None) -> Tensor:
-        rows = self.weights.rows
-        out = self.product(x if rows is None else rows(x), weight_EDF)
+    def _layer(
+        self, x: Tensor, weight_EDF: Tensor | PackedExperts, bias_EF: Tensor | None, adapter: ExpertsLowRank | None
+    ) -> Tensor:
+        rounded = x if self.weights.rows is None else self.weights.rows(x)
+        if isinstance(weight_EDF, PackedExperts):
+            out: Tensor = _PackedProduct.apply(rounded, weight_EDF, self.packed_product())
+        else:
+            out = self.product(rounded, weight_EDF)
         if adapter is not None:
             out = out + adapter(x, self._update)
         return out if bias_EF is None else out + self.spread(bias_EF)
@@ -177,9 +185,52 @@ class ExpertComputation(ABC):
     def narrow_product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
         """Multiplies each row by its expert's weight, as `product` does, for the narrow weights of adapters."""
 
+    def packed_product(self) -> PackedMultiply:
+        """Returns the product of rows with packed experts."""
+        raise NotImplementedError(f"{type(self).__name__} does not dequantise")
+
     def spread(self, bias_EF: Tensor) -> Tensor:
         """Repeats each expert's bias for each of the expert's rows, `[R, F]`."""
         return bias_EF.repeat_interleave(self.counts_E, 0, output_size=self.x_RD.shape[0])
+
+
+PackedMultiply = Callable[[Tensor, PackedExperts, bool], Tensor]
+"""Multiplies each row by its packed expert's weight or, if the last argument is true, by its transpose."""
+
+
+class _PackedProduct(torch.autograd.Function):
+    """A product with packed experts. Its backward pass dequantises again, because the dequantised experts of all layers together
+    are what packing saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, packed: PackedExperts, multiply: PackedMultiply) -> Tensor:
+        ctx.packed, ctx.multiply = packed, multiply
+        return multiply(x_RD, packed, False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.multiply(grad_RF, ctx.packed, True), None, None
+
+
+def _one_by_one(ops: TorchOps, counts: Sequence[int], x_RD: Tensor, packed: PackedExperts, transposed: bool) -> Tensor:
+    """Dequantises one expert at a time, and only those that have rows."""
+    _, inputs, outputs = packed.shape
+    out_RF = x_RD.new_empty(x_RD.shape[0], inputs if transposed else outputs)
+    for expert, (x_ND, out_NF) in enumerate(zip(x_RD.split(counts), out_RF.split(counts), strict=True)):
+        if len(x_ND):
+            weight_DF = packed.one(expert, x_RD.dtype)
+            if transposed:
+                out_NF.copy_(ops.input_gradient(x_ND, weight_DF.t()))
+            else:
+                out_NF.copy_(ops.linear_by_group(x_ND, weight_DF.unsqueeze(0), [len(x_ND)]))
+    return out_RF
+
+
+def _all_at_once(offsets_E: Tensor, x_RD: Tensor, packed: PackedExperts, transposed: bool) -> Tensor:
+    """Dequantises all experts of the projection, so that the host need not learn which have rows."""
+    weight_EDF = packed.whole(x_RD.dtype)
+    return F.grouped_mm(x_RD, weight_EDF.mT if transposed else weight_EDF, offs=offsets_E)
 
 
 class ExpertsByLoop(ExpertComputation):
@@ -191,6 +242,9 @@ class ExpertsByLoop(ExpertComputation):
 
     def product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
         return self.ops.linear_by_group(x, weight_EDF, self.counts)
+
+    def packed_product(self) -> PackedMultiply:
+        return partial(_one_by_one, self.ops, self.counts)
 
     def narrow_product(self, x: Tensor, weight_EDF: Tensor) -> Tensor:
         if self.weights.exact:
@@ -213,6 +267,9 @@ class ExpertsByGroupedMM(ExpertComputation):
         return F.grouped_mm(x, weight_EDF, offs=self.offsets_E)
 
     narrow_product = product
+
+    def packed_product(self) -> PackedMultiply:
+        return partial(_all_at_once, self.offsets_E)
 
 
 class ExpertsByPadding(ExpertComputation):
@@ -265,7 +322,7 @@ def compute_experts(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> T
 
 def fastest_computation(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> type[ExpertComputation]:
     """Returns the fastest method to run experts on this device; with exact numerics, the method that gives a row the same bits in
-    any batch."""
+    any batch, and on a CPU for packed experts, the method that holds one of them dequantised."""
     if weights.exact or x_RD.shape[0] == 0:  # grouped and batched products refuse to have no row
         return ExpertsByLoop
     ranks = [a.rank for a in (weights.gate_up_adapter, weights.down_adapter) if a is not None]
@@ -273,7 +330,7 @@ def fastest_computation(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) 
     grouped: type[ExpertComputation] = ExpertsByGroupedMM if fits else ExpertsByLoop
     if x_RD.device.type != "cpu":
         return grouped
-    if x_RD.dtype not in (torch.float32, torch.bfloat16):
+    if isinstance(weights.gate_up_EDF, PackedExperts) or x_RD.dtype not in (torch.float32, torch.bfloat16):
         return ExpertsByLoop
     experts, longest = counts_E.shape[0], int(counts_E.max())
     _, width, hidden = weights.gate_up_EDF.shape
@@ -328,16 +385,16 @@ class MoE(nn.Module):
             SwiGLU(config.hidden_size, config.shared_experts * config.expert_width) if config.shared_experts else None
         )
 
-    def pack(self) -> None:
-        """Replaces the experts' weights by unset MXFP4 buffers of the same shape."""
+    def pack(self, form: PackedForm) -> None:
+        """Replaces the experts' weights by unset buffers of a packed form with the same shape."""
         assert self.gate_up is not None
         assert self.down is not None
-        self.gate_up_packed, self.down_packed = PackedExperts(*self.gate_up.shape), PackedExperts(*self.down.shape)
+        self.gate_up_packed, self.down_packed = (FORMS[form](*one.shape) for one in (self.gate_up, self.down))
         self.gate_up = self.down = None
 
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TD, trace)
-        projections = self._projections(chosen_TK, x_TD.dtype)
+        projections = self._projections(x_TD.dtype)
         out_TD = self._at_once(x_TD, weights_TK, chosen_TK, *projections)
         if out_TD is None:
             out_TD = self._routed(x_TD, weights_TK, chosen_TK, *projections)
@@ -348,11 +405,11 @@ class MoE(nn.Module):
             shared_TD = shared_TD * ops_for(x_TD, self.exact).sigmoid(self.shared_gate(x_TD))
         return out_TD + shared_TD
 
-    def _projections(self, chosen_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns gate and up `[E, D, 2F]`, and down `[E, F, D]`, of this rank's experts, rounded by their profile if there is one.
-        MXFP4 weights are dequantised, and weights gathered from ranks quantised, for this pass only."""
+    def _projections(self, dtype: torch.dtype) -> tuple[Tensor | PackedExperts, Tensor | PackedExperts]:
+        """Returns gate and up `[E, D, 2F]`, and down `[E, F, D]`, of this rank's experts, packed or rounded by their profile if
+        there is one. Weights gathered from ranks are quantised for this pass only."""
         if self.gate_up_packed is not None and self.down_packed is not None:
-            return self.gate_up_packed(chosen_TK, dtype), self.down_packed(chosen_TK, dtype)
+            return self.gate_up_packed, self.down_packed
         assert self.gate_up is not None
         assert self.down is not None
         gate_up_EDF: Tensor = self.gate_up
@@ -370,17 +427,24 @@ class MoE(nn.Module):
         """Quantises the experts again after their weights changed, if they have a profile and the quantised weights are kept."""
         if self.profile is not None and self.gate_up is not None and not self.sharded:
             self.profile.expire()
-            self._projections(self.gate_up.new_empty(0, dtype=torch.int64), self.gate_up.dtype)
+            self._projections(self.gate_up.dtype)
 
     def _quantise_rows(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         profile = self.profile
         return profile.rows if profile is not None and profile.rounds_rows and profile.changes(dtype) else None
 
     def _at_once(
-        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        chosen_TK: Tensor,
+        gate_up_EDF: Tensor | PackedExperts,
+        down_EFD: Tensor | PackedExperts,
     ) -> Tensor | None:
-        """Runs all experts by one kernel; returns None if there is no kernel for these weights, and with adapters, a dispatcher or
-        a profile that quantises rows."""
+        """Runs all experts by one kernel; returns None if there is no kernel for these weights, for packed experts, and with
+        adapters, a dispatcher or a profile that quantises rows."""
+        if isinstance(gate_up_EDF, PackedExperts) or isinstance(down_EFD, PackedExperts):
+            return None
         if self.gate_up_adapter is not None or self.down_adapter is not None or self.dispatcher is not None:
             return None
         if self._quantise_rows(x_TD.dtype) is not None:  # which the kernel does not do between its two products
@@ -389,7 +453,12 @@ class MoE(nn.Module):
         return ops_for(x_TD).experts(x_TD, chosen_TK, weights_TK, *weights, self.limit)
 
     def _routed(
-        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        chosen_TK: Tensor,
+        gate_up_EDF: Tensor | PackedExperts,
+        down_EFD: Tensor | PackedExperts,
     ) -> Tensor:
         tokens, k = chosen_TK.shape
         expert_R, order_R = chosen_TK.reshape(-1).sort(stable=True)

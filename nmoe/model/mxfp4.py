@@ -1,22 +1,29 @@
-"""Experts that stay in MXFP4 in memory: four bits per number and a shared power of two for each 32 numbers, dequantised for each
-product."""
+"""Dequantises MXFP4: four bits per number and a shared power of two for each 32 numbers."""
 
-# Shapes: E experts, D inputs, N outputs, G blocks of 32 numbers, W bytes of a block, T tokens, K chosen experts.
+# Shapes: E experts, N outputs, G blocks of 32 numbers, W bytes of a block, H pairs of numbers.
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nmoe.errors import UserError
 
 # The values of the four bits of E2M1 (OCP Microscaling Formats, version 1.0, section 5.3.3).
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 BLOCK = 32
 
 # The largest scale under which 6.0 is finite in bf16; 255 is NaN.
 LARGEST_SCALE = 252
+
+
+def from_pairs(pairs_NH: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of bytes that hold two of four bits each, the lower bits first; the last axis is twice as long."""
+    values = torch.tensor(E2M1, dtype=dtype)
+    # All pairs of values, indexed by byte: looking up a whole byte is six times faster than looking up its halves.
+    both = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1).to(pairs_NH.device)
+    return both.index_select(0, pairs_NH.flatten().int()).view(*pairs_NH.shape[:-1], -1)
 
 
 def dequantised(blocks_ENGW: Tensor, scales_ENG: Tensor) -> Tensor:
@@ -34,40 +41,11 @@ def dequantised(blocks_ENGW: Tensor, scales_ENG: Tensor) -> Tensor:
     if blocks_ENGW.dtype != torch.uint8 or scales_ENG.dtype != torch.uint8:
         raise UserError(f"{found} are not MXFP4: both are bytes")
     device = blocks_ENGW.device
-    values = torch.tensor(_FP4, dtype=torch.bfloat16)
-    # All pairs of values, indexed by byte: looking up a whole byte is six times faster than looking up its halves.
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1).to(device)
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(torch.bfloat16)
     powers[255] = torch.nan
     powers = powers.to(device)
     out_ENGX = torch.empty(*scales_ENG.shape, BLOCK, dtype=torch.bfloat16, device=device)
     for out_NGX, blocks_NGW, scales_NG in zip(out_ENGX, blocks_ENGW, scales_ENG, strict=True):
         # One expert at a time, because indices take four times the memory of the bytes.
-        torch.index_select(pairs, 0, blocks_NGW.flatten().int(), out=out_NGX.view(-1, 2))
-        out_NGX.mul_(powers[scales_NG.int()].unsqueeze(-1))
+        torch.mul(from_pairs(blocks_NGW, torch.bfloat16), powers[scales_NG.int()].unsqueeze(-1), out=out_NGX)
     return out_ENGX.flatten(-2).transpose(1, 2)
-
-
-class PackedExperts(nn.Module):
-    """One projection of a layer's experts, `[E, D, N]`, in MXFP4: 17/32 bytes a number. It has no parameters, so it cannot be
-    trained."""
-
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
-        super().__init__()
-        shape = (experts, outputs, inputs // BLOCK)
-        self.register_buffer("blocks", torch.empty(*shape, BLOCK // 2, dtype=torch.uint8))
-        self.register_buffer("scales", torch.empty(shape, dtype=torch.uint8))
-        self.blocks: Tensor
-        self.scales: Tensor
-
-    def forward(self, chosen_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantises the experts to `[E, D, N]`. On a CPU only the chosen experts are set; a GPU dequantises all, because
-        otherwise the host would have to wait to learn which are chosen."""
-        experts, outputs, groups = self.scales.shape
-        out_EDN = torch.empty(experts, groups * BLOCK, outputs, dtype=dtype, device=self.blocks.device)
-        used = range(experts) if self.blocks.device.type != "cpu" else chosen_TK.unique().tolist()
-        for expert in used:
-            only = slice(expert, expert + 1)
-            # In the layout of a dequantised model, so that products have its bits.
-            out_EDN[only].copy_(dequantised(self.blocks[only], self.scales[only]))
-        return out_EDN

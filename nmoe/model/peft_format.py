@@ -2,7 +2,7 @@
 
 Names come from the base's Hugging Face checkpoint. The experts' weights are parameters there, `mlp.experts.gate_up_proj` and
 `mlp.experts.down_proj`. PEFT adapts them by wrapping their module once for each, so the update of the one wrapped first has
-`base_layer` in its name. An adapter written by nmoe also has `base.json`, the base's fingerprint.
+`base_layer` in its name. An adapter written by nmoe also has `base.json`: the base's fingerprint, and the profile of its experts.
 """
 
 # Shapes: D inputs, F outputs, E experts, r rank.
@@ -13,13 +13,14 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nmoe.config.tables.model import ExpertProfile
 from nmoe.errors import UserError
 from nmoe.model.families import family_of
 from nmoe.model.families.base import identity
@@ -114,7 +115,8 @@ def snapshot_adapter(lora: Lora, copied: bool) -> Snapshot:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    base = {"path": lora.base, "fingerprint": lora.fingerprint}
+    profile = lora.model.config.expert_profile or "none"
+    base = {"path": lora.base, "fingerprint": lora.fingerprint, "expert_profile": profile}
     tensors, size = hold(adapter_tensors(lora), copied)
 
     def write(directory: Path) -> None:
@@ -136,16 +138,28 @@ def _target_modules(lora: Lora) -> list[str]:
     return sorted({site.theirs if site.target in left else site.target for site in chosen})
 
 
-def read_base(directory: Path) -> tuple[str, str | None]:
-    """Reads the path of the base that an adapter was trained on ("" if it names none), and the base's fingerprint, None if the
-    adapter does not record it. Raises UserError."""
+@dataclass(frozen=True)
+class Base:
+    """The base that an adapter was trained beside: its path ("" if the adapter names none), and, None if the adapter does not
+    record them, its fingerprint and the profile that its experts computed in."""
+
+    path: str
+    fingerprint: str | None = None
+    expert_profile: ExpertProfile | Literal["none"] | None = None
+
+
+def read_base(directory: Path) -> Base:
+    """Reads what an adapter's directory says of its base. Raises UserError."""
     name = read_settings(directory)[1]
     if not (directory / BASE).exists():
-        return name, None
+        return Base(name)
     raw = json_object(directory / BASE)
+    profile = raw.get("expert_profile")
     if not isinstance(raw.get("path"), str) or not isinstance(raw.get("fingerprint"), str):
         raise UserError(f"{directory / BASE}: torn: it holds the base's path and fingerprint")
-    return raw["path"], raw["fingerprint"]
+    if profile not in (None, "none", *get_args(ExpertProfile)):
+        raise UserError(f"{directory / BASE}: expert_profile = {profile!r} is not a profile that this version knows")
+    return Base(raw["path"], raw["fingerprint"], profile)
 
 
 def read_settings(directory: Path) -> tuple[LoraSettings, str, dict[str, Any]]:
@@ -216,20 +230,25 @@ def read_adapter(model: Transformer, directory: Path, tensors: dict[str, Tensor]
 def base_notes(directory: Path, base: str, fingerprint: str) -> list[str]:
     """Returns warnings if the adapter in `directory` was trained on another base than this one, judged by fingerprint or else by
     name."""
-    name, trained_beside = read_base(directory)
-    by_name = bool(name) and Path(name).name != Path(base).name
-    other = by_name if trained_beside is None else trained_beside != fingerprint
-    return [f"{directory}: trained beside another base, {name}, than {base}"] if other else []
+    theirs = read_base(directory)
+    by_name = bool(theirs.path) and Path(theirs.path).name != Path(base).name
+    other = by_name if theirs.fingerprint is None else theirs.fingerprint != fingerprint
+    return [f"{directory}: trained beside another base, {theirs.path}, than {base}"] if other else []
 
 
 def resume_adapter(lora: Lora, directory: Path, tensors: dict[str, Tensor] | None = None) -> None:
     """Loads into `lora` the tensors that `save_adapter` wrote; `tensors` are they, if they have been read. Raises UserError if the
     base or the settings have changed or a file is damaged; `lora` is then unchanged."""
-    path, fingerprint = read_base(directory)
-    if fingerprint != lora.fingerprint:
+    base, profile = read_base(directory), lora.model.config.expert_profile or "none"
+    if base.fingerprint != lora.fingerprint:
         raise UserError(
-            f"{directory}: trained beside the base {path} when that had the fingerprint {fingerprint}; {lora.base} now holds "
-            f"another configuration or other weights ({lora.fingerprint}). Put the base back, or start a new run"
+            f"{directory}: trained beside the base {base.path} when that had the fingerprint {base.fingerprint}; {lora.base} now "
+            f"holds another configuration or other weights ({lora.fingerprint}). Put the base back, or start a new run"
+        )
+    if base.expert_profile not in (None, profile):
+        raise UserError(
+            f"{directory}: trained beside experts in the profile {base.expert_profile}, and this run's model.expert_weights holds "
+            f"them in {profile}; set it back, or start a new run"
         )
     adapter = read_adapter(lora.model, directory, tensors)
     if {site: adapter.settings.of(site) for site in adapter.parts} != {

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from nmoe.config.tables.model import ExpertProfile
 from nmoe.errors import UserError
 from nmoe.gguf_file import is_gguf
-from nmoe.model.checkpoint import fingerprint, load_model, read_config, stored_dtype
+from nmoe.model.checkpoint import fingerprint, load_model, packed_form, read_config, stored_dtype
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import choose_device, dtype_for, kind_of
 from nmoe.model.lora import Lora
 from nmoe.model.low_rank import ExpertsLowRank, LowRank
 from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, read_base
+from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
-from nmoe.types import ExpertWeightsForm, Precision
+from nmoe.types import ExpertWeightsForm, PackedForm, Precision
 
 
 def load_policy(
@@ -28,27 +31,46 @@ def load_policy(
     """Loads the model of a checkpoint; if the checkpoint is an adapter, loads its base and attaches the adapter, which is also
     returned (else None).
 
-    Raises UserError as `load_model` and `read_adapter` do, if the base is not on this machine, if the base's weights differ from
-    the weights that an nmoe adapter was trained with, and for an adapter with `expert_weights = "mxfp4"`.
+    The base's experts compute in the profile that the adapter was trained beside. Raises UserError as `load_model` and
+    `read_adapter` do, if the base is not on this machine, if the base's weights differ from the weights that an nmoe adapter was
+    trained with, and for `expert_weights` of another profile.
     """
     if not is_adapter(directory):
         return load_model(directory, dtype, device, expert_weights), None
-    if expert_weights == "mxfp4":
-        raise UserError(
-            f"{directory}: an adapter's base has its experts dequantised; load it with expert_weights = 'dequantized'"
-        )
-    base, trained_beside = base_of(directory), read_base(directory)[1]
+    base, trained_beside = base_of(directory), read_base(directory).fingerprint
     own = fingerprint(base)
     if trained_beside not in (None, own):
         raise UserError(
             f"{directory / BASE}: trained beside {base} when that had the fingerprint {trained_beside}; it now holds another "
             f"configuration or other weights ({own}). Put the base back"
         )
-    model = load_model(base, dtype, device)
+    model = load_model(base, dtype, device, expert_weights)
+    if expert_weights == "dequantized" and (profile := profile_of(directory)) != model.config.expert_profile:
+        set_expert_profile(model, profile)
+    _refuse_other_profile(directory, model)
     adapter = read_adapter(model, directory)
     lora = adapter.attach(model, str(base), own)
     lora.notes = (*adapter.notes, *base_notes(directory, str(base), own))
     return model, lora
+
+
+def profile_of(directory: Path) -> ExpertProfile | None:
+    """Returns the profile that the experts of a checkpoint compute in, or those of an adapter's base beside it. Raises UserError
+    for a broken checkpoint."""
+    recorded = read_base(directory).expert_profile if is_adapter(directory) else None
+    return config_of(directory).expert_profile if recorded is None else None if recorded == "none" else recorded
+
+
+def _refuse_other_profile(directory: Path, model: Transformer) -> None:
+    """Raises UserError if an adapter was trained beside experts in another profile than the model's. Packed experts may round what
+    an adapter was trained beside in full: that is what was asked for."""
+    trained, profile = read_base(directory).expert_profile, model.config.expert_profile or "none"
+    if trained not in (None, profile) and (packed_form(model) is None or trained != "none"):
+        form = trained if trained in get_args(PackedForm) else "dequantized"
+        raise UserError(
+            f"{directory}: trained beside experts in the profile {trained}, and the base's are in {profile} here; load it with "
+            f"expert_weights = {form!r}"
+        )
 
 
 def load_adapters(
@@ -63,10 +85,11 @@ def load_adapters(
     for name, directory in directories.items():
         if not is_adapter(directory):
             raise UserError(f"{directory}: holds no adapter (adapter_config.json and adapter_model.safetensors)")
-        if (trained_beside := read_base(directory)[1]) not in (None, base_fingerprint):
+        if (trained_beside := read_base(directory).fingerprint) not in (None, base_fingerprint):
             raise UserError(
                 f"{directory}: trained beside weights with the fingerprint {trained_beside}; {base} has {base_fingerprint}"
             )
+        _refuse_other_profile(directory, model)
         adapter = read_adapter(model, directory)
         lora = loras[name] = adapter.attach(model, str(base), base_fingerprint)
         lora.notes = (*adapter.notes, *base_notes(directory, str(base), base_fingerprint))
@@ -106,7 +129,7 @@ def config_of(directory: Path) -> ModelConfig:
 
 def base_of(directory: Path) -> Path:
     """Returns the path of the base checkpoint that an adapter was trained on. Raises UserError if it is not on this machine."""
-    base = read_base(directory)[0]
+    base = read_base(directory).path
     if not (is_gguf(Path(base)) or (Path(base) / "config.json").exists()):
         raise UserError(
             f"{directory}: its base, {base or 'which it does not name'}, is neither a directory with a config.json nor a GGUF file"

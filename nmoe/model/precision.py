@@ -29,5 +29,6 @@ def set_expert_profile(model: Transformer, profile: ExpertProfile | None) -> Tra
         ModelConfig.from_dict(model.config.to_dict() | {"expert_profile": profile})
     model.config = model.config.model_copy(update={"expert_profile": profile})
     for moe in model.moe_layers():
+        assert moe.gate_up_packed is None, "packed experts are in the profile that they were loaded in"
         moe.profile = None if profile is None else ProfiledExperts(profile)
     return model

@@ -91,7 +91,7 @@ def _expert_ranks(section: ParallelSection, dp_shard: int, per_node: int, expert
     if section.ep != "auto":
         ep = section.ep
         if ep > 1 and not experts:
-            raise UserError(f'parallel.ep = {ep}: this model has no experts; set it to 1 or "auto"')
+            raise UserError(f'parallel.ep = {ep}: this model has no experts to divide; set it to 1 or "auto"')
         for name, number in (("the ranks that share a replica", dp_shard), ("the model's experts", experts)):
             if number % ep:
                 possible = ", ".join(map(str, _common_divisors(dp_shard, experts)))
@@ -101,7 +101,7 @@ def _expert_ranks(section: ParallelSection, dp_shard: int, per_node: int, expert
                 )
         return ep, "as set"
     if not experts:
-        return 1, "auto: no experts"
+        return 1, "auto: no experts to divide"
     if section.rdep == "single":
         return 1, 'auto: rdep is "single"'
     fitting = _common_divisors(dp_shard, experts)

@@ -80,7 +80,7 @@ def engine_plan(config: RunConfig) -> EnginePlan | None:
     if samples_here(config) or not isinstance(config, RLConfig):
         return None
     size, section = size_of(config), config.placed_engine
-    shape, weights = size.shape, size.parameters * size.dtype.itemsize
+    shape, weights = size.shape, size.in_full + size.packed_bytes
     _, tokens = lengths(config, shape.context_tokens)
     adapter = section.transport(size.adapts) == "adapter"
     return EnginePlan(

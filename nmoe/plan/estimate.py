@@ -24,10 +24,12 @@ from nmoe.model.device import kind_of
 from nmoe.model.logprobs import is_wide, kept_logits, piece_logits
 from nmoe.model.lora import Lora, LoraSettings, choose, refuse_high_rank
 from nmoe.model.ops.delta import CHUNK
+from nmoe.model.packed_experts import FORMS
 from nmoe.model.transformer import Transformer
 from nmoe.plan.work import Work, work_of
 from nmoe.recipes.setup import device_and_dtype, load_tokenizer
 from nmoe.runs.resolve import resolve_checkpoint, resolve_shape
+from nmoe.types import PackedForm
 
 # The moments, and where weights are in low precision the master of each: bytes in fp32.
 _FLOAT = 4
@@ -38,6 +40,7 @@ class Size:
     """The size of a model that a run trains: its dimensions (`shape`), device, dtype, and numbers of parameters.
 
     `trained` counts the trained parameters: the adapter's if `adapts` is true, else all; `by_muon` counts what Muon trains.
+    `packed` counts the experts' parameters that are held packed, in `packed_bytes`.
     """
 
     shape: ModelConfig
@@ -47,11 +50,18 @@ class Size:
     trained: int
     adapts: bool
     by_muon: int = 0
+    packed: int = 0
+    packed_bytes: int = 0
 
     @property
     def weights(self) -> int:
         """The memory of all weights in bytes, including an adapter's."""
-        return self.parameters * self.dtype.itemsize + (self.trained * self.dtype.itemsize if self.adapts else 0)
+        return self.in_full + self.packed_bytes + (self.trained * self.dtype.itemsize if self.adapts else 0)
+
+    @property
+    def in_full(self) -> int:
+        """The memory of the weights that are held in the model's dtype, in bytes, without an adapter's."""
+        return (self.parameters - self.packed) * self.dtype.itemsize
 
     @property
     def gradients(self) -> int:
@@ -93,7 +103,23 @@ def size_of(config: RunConfig, shape: ModelConfig | None = None) -> Size:
     by_muon = 0
     if config.optimizer.kind == "muon" and section is None:
         by_muon = sum(model.get_parameter(name).numel() for name in hidden_matrices(model))
-    return Size(shape, device, dtype, parameters, trained, section is not None, by_muon)
+    packed = {}
+    if (form := settings.expert_weights) != "dequantized":
+        packed = {"packed": expert_numbers(shape), "packed_bytes": packed_expert_bytes(shape, form)}
+    return Size(shape, device, dtype, parameters, trained, section is not None, by_muon, **packed)
+
+
+def expert_numbers(shape: ModelConfig) -> int:
+    """Returns the number of the routed experts' parameters, without biases."""
+    return len(shape.moe_layers) * shape.experts * 3 * shape.hidden_size * shape.expert_width
+
+
+def packed_expert_bytes(shape: ModelConfig, form: PackedForm) -> int:
+    """Returns the bytes of all routed experts, held in this form."""
+    width, inner = shape.hidden_size, shape.expert_width
+    with torch.device("meta"):
+        layer = [FORMS[form](shape.experts, *sizes) for sizes in ((width, 2 * inner), (inner, width))]
+    return len(shape.moe_layers) * sum(buffer.nbytes for one in layer for buffer in one.buffers())
 
 
 def shape_of(checkpoint: str) -> ModelConfig:
@@ -174,7 +200,7 @@ def estimate(config: RunConfig, size: Size, work: Work | None = None) -> dict[st
         # On a host the system hands out pages as sequences write them.
         parts["key-value cache"] = min(cache, _written(shape, size, work)) if on_host else cache
         if on_host and size.weights <= PACKED_BYTES:
-            parts["weights packed to sample"] = size.weights
+            parts["weights packed to sample"] = size.weights - size.packed_bytes
     return {name: part for name, part in parts.items() if part}
 
 
@@ -212,7 +238,7 @@ def profiled_numbers(config: RunConfig, shape: ModelConfig) -> int:
         config.model.expert_profile == "bf16" and config.model.precision == "bfloat16"
     ):
         return 0
-    return len(shape.moe_layers) * shape.experts * 3 * shape.hidden_size * shape.expert_width
+    return expert_numbers(shape)
 
 
 def _other_models(config: RLConfig, size: Size) -> int:

@@ -65,7 +65,10 @@ def plan(
     size = size_of(config, shape)
     with torch.device("meta"):
         model = Transformer(size.shape)
-    axes = axes_here(config.parallel, world, per_node, size.shape.routed_experts)
+        if (form := config.model.expert_weights) != "dequantized":
+            for moe in model.moe_layers():
+                moe.pack(form)
+    axes = axes_here(config.parallel, world, per_node, 0 if size.packed else size.shape.routed_experts)
     return _counted(config, size, Parts.of(model, axes, config.optimizer.kind), axes, world, prompts)
 
 
@@ -136,7 +139,7 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
     trained = 0 if not config.trains else size.trained if size.adapts else here
     by_muon = sum(part.local for part in parts.all() if part.by_muon) if trained and not size.adapts else 0
     held = {
-        "weights": here * width + (size.trained * width if size.adapts else 0),
+        "weights": here * width + size.packed_bytes + (size.trained * width if size.adapts else 0),
         "gradients": trained * _FLOAT,
         "optimizer": (trained * (2 if size.dtype == torch.float32 else 3) - by_muon) * _FLOAT,
         "activations": config.trains * activations,
@@ -170,7 +173,7 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
     if world > 1 and samples_here(config):
         assert isinstance(config, RLConfig | SelfplayConfig), "only these sample"
         divided = config.engine.expert_parallel
-        weights = sum(part.together for part in parts.all()) if divided else size.parameters
+        weights = sum(part.together for part in parts.all()) if divided else size.parameters - size.packed
         held["weights to sample"] = (weights + profiled // (axes.ep if divided else 1)) * width
     held = {name: count for name, count in held.items() if count}
     host = {}
@@ -181,7 +184,9 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
         host |= {name: held.pop(name) for name in moved if name in held}
         held["weights"] -= host["weights"]
     sent = _sent(config, size, parts, axes, world)
-    return RankPlan(axes, world, size.device, size.parameters, here, held, host, sent, _remedies(config, size, axes))
+    return RankPlan(
+        axes, world, size.device, size.parameters, here + size.packed, held, host, sent, _remedies(config, size, axes)
+    )
 
 
 def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -> dict[str, int]:
@@ -216,7 +221,7 @@ def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -
     }
     moves_adapter = isinstance(config, RLConfig) and config.engine.transport(size.adapts) == "adapter"
     if isinstance(config, RLConfig | SelfplayConfig) and not moves_adapter:
-        sent["weights to sample"] = int(size.parameters * width * ring(axes.dp_shard))
+        sent["weights to sample"] = int(size.in_full * ring(axes.dp_shard))
     return {name: count for name, count in sent.items() if count}
 
 

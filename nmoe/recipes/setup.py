@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.device import choose_device, dtype_for, keep_freed_memory, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.head import Head
-from nmoe.model.lora import Lora, LoraSettings, choose, refuse_high_rank
+from nmoe.model.lora import EXPERTS, Lora, LoraSettings, Site, choose, refuse_high_rank
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
@@ -139,8 +140,8 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
     """Adds the configured LoRA adapter to the model; returns None if all weights are trained.
 
     Raises UserError if a target module does not exist, if the rank exceeds a target module's input or output width
-    (`refuse_high_rank`), and if
-    the adapter to start from is damaged or belongs to another base model.
+    (`refuse_high_rank`), if it adapts quantised experts, and if the adapter to start from is damaged or belongs to another base
+    model.
     """
     section, path = config.lora, config.model.path
     if section is None:
@@ -153,12 +154,23 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
         settings = LoraSettings(section.rank, alpha, section.rslora)
         chosen = choose(model, section.targets)
         refuse_high_rank(model, chosen, section.rank)
+        _refuse_quantised(model, chosen)
         return Lora(model, settings, chosen, base, own).initialize(config.run.seed)
     directory = resolve_checkpoint(Path(section.path))
     adapter = read_adapter(model, directory)
+    _refuse_quantised(model, adapter.parts)
     lora = adapter.attach(model, base, own)
     lora.notes = (*adapter.notes, *base_notes(directory, base, own))
     return lora
+
+
+def _refuse_quantised(model: Transformer, chosen: Iterable[Site]) -> None:
+    """Raises UserError for updates of experts in FP8 and NVFP4: merged and quantised again they would be another policy."""
+    if model.config.expert_profile is not None and any(site.target in EXPERTS for site in chosen):
+        raise UserError(
+            f"lora.targets: the experts are held in {model.config.expert_profile}, and an adapter of theirs, merged and quantised "
+            "again, would be another policy; leave experts.* out, or model.expert_weights"
+        )
 
 
 @dataclass(frozen=True)
@@ -222,7 +234,7 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
         numerics=section.numerics,
         precision=precision_for(choose_device(section.device), section.precision, section.numerics == "exact"),
         context_tokens=section.context_tokens,
-        expert_profile=section.expert_profile,
+        expert_profile=section.profile,
     )
 
 
@@ -237,7 +249,9 @@ def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
 def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -> list[str]:
     """Returns notes to print before a run starts: numerics that differ from the configured ones, the adapter, and parallelism."""
     device, lines = choose_device(config.model.device), [] if lora is None else lora.describe()
-    if (profile := config.model.expert_profile) is not None:
+    if (form := config.model.expert_weights) != "dequantized":
+        lines.append(f"experts: held in {form}, frozen, and dequantised one by one for each product")
+    elif (profile := config.model.expert_profile) is not None:
         often = "once a step" if ranks is None or ranks.size == 1 else "in each pass"
         lines.append(
             f"experts: {profile} by its reference, quantised {often} and multiplied dequantised: the numbers of a kernel for "
@@ -318,10 +332,11 @@ def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Tran
     asked = {"router_bias_rate": settings.router_bias_rate, "router_aux_loss_coef": settings.router_aux_loss_coef}
     changes: dict[str, Any] = {name: value or 0.0 for name, value in asked.items() if value is not None or not balance}
     model.config = model.config.model_copy(update=changes)
-    try:
-        set_expert_profile(model, settings.expert_profile)
-    except UserError as error:
-        raise UserError(f"model.{error}") from None
+    if settings.expert_weights == "dequantized":
+        try:
+            set_expert_profile(model, settings.expert_profile)
+        except UserError as error:
+            raise UserError(f"model.{error}") from None
     model.set_numerics(settings.numerics)
     model.checkpoint_activations = settings.checkpoint_activations
     return model.compile_feed_forward() if settings.compile else model

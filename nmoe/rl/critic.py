@@ -47,7 +47,7 @@ def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, cont
     assert section is not None, "a critic has a section"
     path = section.path or config.model.path
     assert path is not None, "the configuration requires a critic's checkpoint"
-    settings = config.model.model_copy(update={"path": path, "shape": None})
+    settings = config.model.model_copy(update={"path": path, "shape": None, "expert_weights": "dequantized"})
     ranks = Ranks(config.parallel)
     model = build_model(settings, tokenizer, config.run.seed, balance=False, ranks=ranks)
     for name, least in (("vocab_size", vocab_size), ("context_tokens", context_tokens)):

@@ -26,7 +26,7 @@ from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.passes import MicroBatches, deal
-from nmoe.model.checkpoint import checkpoint_tensors
+from nmoe.model.checkpoint import checkpoint_tensors, packed_form
 from nmoe.model.device import dtype_for
 from nmoe.model.lora import Lora
 from nmoe.model.policy import load_policy, sampling_precision
@@ -150,21 +150,25 @@ def rollout_engine(
     shared = section.shared()
     transport = section.transport(learner.lora is not None)
     format_: Format = "nmoe" if section.kind == "server" else "hf"
-    base = Path(tempfile.mkdtemp(prefix="nmoe_base_"))
+    model, base = learner.model, Path(tempfile.mkdtemp(prefix="nmoe_base_"))
+    packed, checkpoint = packed_form(model), base
     try:
-        if not section.urls:
+        if packed is not None and section.kind != "server":
+            assert learner.lora is not None, "packed experts are trained by an adapter"
+            checkpoint = Path(learner.lora.base)  # as it was released
+        elif not section.urls:
             export_base(section, learner, base)
-        model = learner.model
         dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
         servers: Sequence[Address] = [RunningServer(url) for url in section.urls] or addresses(
             section,
-            base,
+            checkpoint,
             "exact" if model.exact else "fast",
             dtype,
             model.device.type == "cpu",
             key,
             LocalLauncher(directory / LOGS),
             gang().local_size,
+            packed or "dequantized",
         )
         fleet = PublishedFleet(
             servers,

@@ -69,7 +69,13 @@ class Teacher:
         if section is None:
             return None
         settings = config.model.model_copy(
-            update={"path": section.teacher, "shape": None, "tokenizer": None, "expert_profile": None}
+            update={
+                "path": section.teacher,
+                "shape": None,
+                "tokenizer": None,
+                "expert_profile": None,
+                "expert_weights": "dequantized",
+            }
         )
         if not load_tokenizer(settings).same_ids(tokenizer):
             raise UserError(

@@ -13,10 +13,10 @@ import torch
 from nmoe.data.packages import is_package_name, keep_model, packaged_model, sha256_of
 from nmoe.errors import MissingInputError, UserError
 from nmoe.gguf_file import SUFFIX, is_gguf
-from nmoe.model.checkpoint import copy_gguf, export_model, read_config, stored_dtype
+from nmoe.model.checkpoint import copy_gguf, export_model, stored_dtype
 from nmoe.model.gguf.tensors import GGUFTensors
 from nmoe.model.peft_format import is_adapter, save_adapter
-from nmoe.model.policy import base_of, load_policy
+from nmoe.model.policy import base_of, load_policy, profile_of
 from nmoe.model.upcycle import Upcycling, mixture_of, write_mixture
 from nmoe.parsing import json_object
 from nmoe.runs.resolve import resolve_checkpoint
@@ -57,7 +57,7 @@ def export_checkpoint(
     if format == "peft" and not is_adapter(source):
         raise UserError(f"{source}: a whole model; format peft is for adapters, hf for models")
     base = base_of(source) if is_adapter(source) else source
-    profile, stored = read_config(base)[1].expert_profile, stored_dtype(base)
+    profile, stored = profile_of(source), stored_dtype(base)
     if profile is not None and dtype is not None and getattr(torch, dtype) != stored:
         raise UserError(
             f"{source}: its experts were trained in {profile} made of {str(stored).removeprefix('torch.')}; in {dtype} they would "

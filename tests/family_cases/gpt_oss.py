@@ -1,5 +1,11 @@
 """gpt-oss as released, and without windows, biases of attention or stretched positions, with a tied head."""
 
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from family_cases.case import SHAPE, Case
@@ -63,3 +69,19 @@ CASES = [
         GptOssForCausalLM,
     ),
 ]
+
+
+def to_mxfp4(directory: Path) -> dict[str, Tensor]:
+    """Puts the experts of a checkpoint into MXFP4, as random bytes and scales of about their size; returns all tensors stored."""
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return tensors

@@ -169,7 +169,7 @@ def trained(model: Transformer, layer: int, expert: int) -> dict[str, Tensor]:
     """The projections of an expert as they were multiplied, `[outputs, inputs]`."""
     moe = model.moe_layers()[layer]
     with torch.no_grad():
-        gate_up, down = moe._projections(torch.empty(0), torch.float32)
+        gate_up, down = moe._projections(torch.float32)
     gate, up = gate_up[expert].chunk(2, dim=1)
     return {"gate_proj": gate.t(), "up_proj": up.t(), "down_proj": down[expert].t()}
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from family_cases import gpt_oss as cases
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -39,22 +38,6 @@ def test_halves_and_interleaved_by_hand() -> None:
     assert interleaved(torch.tensor([[1, 2, 3, 10, 20, 30]])).tolist() == [[1, 10, 2, 20, 3, 30]]
 
 
-def quantise(directory: Path) -> dict[str, Tensor]:
-    """Puts the experts of a checkpoint into MXFP4, as random bytes and scales of about their size; returns all tensors stored."""
-    tensors = load_file(directory / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        shape = (experts, outputs, inputs // 32)
-        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    raw = json.loads((directory / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (directory / "config.json").write_text(json.dumps(raw))
-    return tensors
-
-
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint as OpenAI released them, widths that fill blocks of 32."""
@@ -62,7 +45,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = cases.CASES[0]
     config = type(case.config)(**(case.config.to_dict() | {"intermediate_size": 64}))
     type(case)("mxfp4", config, case.model).make().save_pretrained(directory)
-    quantise(directory)
+    cases.to_mxfp4(directory)
     return directory
 
 

@@ -1,8 +1,9 @@
-"""Quantised storage: FP8 by hand and against transformers' dequantisation; experts kept in MXFP4."""
+"""Quantised storage: FP8 by hand and against transformers' dequantisation; experts held in MXFP4, FP8 and NVFP4."""
 
 import json
 import math
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,6 @@ from family_cases import CASES, qwen3_moe
 from family_cases import gpt_oss as cases
 from family_cases.case import Case
 from safetensors.torch import load_file, save_file
-from test_gpt_oss import quantise as to_mxfp4
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
@@ -26,15 +26,17 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.eval.subject import open_subject
 from nmoe.learner.learner import Learner
-from nmoe.model.checkpoint import export_model, load_model
+from nmoe.model.checkpoint import export_model, fingerprint, load_model, save_model
 from nmoe.model.families.fp8 import by_block, by_row
 from nmoe.model.lora import Lora, LoraSettings, choose
-from nmoe.model.moe import MoE, RouterTrace
-from nmoe.model.mxfp4 import PackedExperts
+from nmoe.model.moe import ExpertsByGroupedMM, ExpertsByLoop, ExpertWeights, MoE, RouterTrace
 from nmoe.model.packed import PackedAttention
-from nmoe.model.peft_format import save_adapter
+from nmoe.model.packed_experts import PackedExperts
+from nmoe.model.peft_format import resume_adapter, save_adapter
 from nmoe.model.policy import load_policy_on
+from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
+from nmoe.plan.estimate import packed_expert_bytes
 from nmoe.selfplay.loop import Roles
 from nmoe.serve.chat import chat
 from nmoe.text.tokenizer import Tokenizer
@@ -184,7 +186,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = cases.CASES[0]
     config = type(case.config)(**(case.config.to_dict() | {"intermediate_size": 64}))
     type(case)("mxfp4", config, case.model).make().save_pretrained(directory)
-    to_mxfp4(directory)
+    cases.to_mxfp4(directory)
     return directory
 
 
@@ -194,11 +196,59 @@ def logits(model: Transformer, tokens: int) -> torch.Tensor:
     return model.logits(model(ids, torch.arange(tokens), PackedAttention([tokens], ids.device), RouterTrace()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+FORMS = ("mxfp4", "fp8", "nvfp4")
+
+
+def reference(released: Path, form: str, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The dequantised model: of FP8 and NVFP4, in the profile whose numbers tests/model/test_expert_profile.py writes by hand."""
+    return set_expert_profile(load_model(released, dtype), None if form == "mxfp4" else form)
+
+
 @pytest.mark.parametrize("tokens", [1, 60])
-def test_logits_have_the_bits_of_the_dequantised_model(released: Path, dtype: torch.dtype, tokens: int) -> None:
-    packed = load_model(released, dtype, expert_weights="mxfp4")
-    assert torch.equal(logits(packed, tokens), logits(load_model(released, dtype), tokens))
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_have_the_bits_of_the_dequantised_model(released: Path, form: str, tokens: int) -> None:
+    packed, whole = load_model(released, expert_weights=form), reference(released, form)
+    # Sums in another order: on fast numerics a dequantised model may run its experts at once.
+    torch.testing.assert_close(logits(packed, tokens), logits(whole, tokens), rtol=0, atol=1e-5)
+    exact = [logits(model.set_numerics("exact"), tokens) for model in (packed, whole)]
+    assert torch.equal(*exact)
+    low, wide = (logits(load(torch.bfloat16), tokens) for load in (
+        lambda dtype: load_model(released, dtype, expert_weights=form), lambda dtype: reference(released, form, dtype)
+    ))  # fmt: skip
+    torch.testing.assert_close(low, wide, rtol=0, atol=0.1)
+
+
+def adapted(model: Transformer, targets: tuple[str, ...] = ()) -> tuple[Transformer, Lora]:
+    """A model with an adapter that changes what it computes."""
+    lora = Lora(model, LoraSettings(2, 6.0, targets=targets), choose(model, targets), "base", "f").initialize(0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in lora.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model, lora
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_pass_through_packed_experts_as_through_the_dequantised(
+    released: Path, form: str, numerics: str
+) -> None:
+    found = []
+    for model in (load_model(released, expert_weights=form), reference(released, form)):
+        targets = ("q_proj", "o_proj", *(("experts.gate_up_proj", "experts.down_proj") if form == "mxfp4" else ()))
+        model, lora = adapted(model.set_numerics(numerics), targets)
+        ids = torch.randint(64, (40,), generator=torch.Generator().manual_seed(2))
+        attention = PackedAttention([15, 25], ids.device, exact=model.exact)
+        positions = torch.cat([torch.arange(15), torch.arange(25)])
+        out = model.logits(model(ids, positions, attention, RouterTrace()))
+        gradients = torch.autograd.grad(out.log_softmax(-1)[:, 7].sum(), lora.parameters())
+        assert all(bool(gradient.any()) for gradient in gradients)
+        found.append([out.detach(), *gradients])
+    for ours, theirs in zip(*found, strict=True):
+        if numerics == "exact":
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
 def expert_bytes(moe: MoE) -> int:
@@ -206,22 +256,69 @@ def expert_bytes(moe: MoE) -> int:
     return sum(x.nbytes for name, x in state.items() if name.startswith(("gate_up", "down")) and "bias" not in name)
 
 
-def test_experts_take_17_bytes_for_32_numbers(released: Path) -> None:
-    packed, whole = (load_model(released, torch.bfloat16, expert_weights=form) for form in ("mxfp4", "dequantized"))
+# Of 6 experts, 32 x 128 and 64 x 32: 36,864 numbers; FP8 has 128 + 32 scales of four bytes for each expert, NVFP4 two factors.
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [("mxfp4", 36_864 * 17 // 32), ("fp8", 36_864 + 6 * 160 * 4), ("nvfp4", 36_864 * 9 // 16 + 6 * 2 * 4)],
+)
+def test_bytes_of_packed_experts(released: Path, form: str, expected: int) -> None:
+    packed, whole = (load_model(released, torch.bfloat16, expert_weights=name) for name in (form, "dequantized"))
     for ours, theirs in zip(packed.moe_layers(), whole.moe_layers(), strict=True):
-        assert expert_bytes(ours) * 64 == expert_bytes(theirs) * 17
+        assert expert_bytes(theirs) == 2 * 36_864
+        assert expert_bytes(ours) == expected
     assert not any("gate_up" in name and "bias" not in name for name, _ in packed.named_parameters())
+    assert packed_expert_bytes(packed.config, form) == sum(map(expert_bytes, packed.moe_layers()))
 
 
-def test_only_the_experts_that_were_chosen_are_dequantised(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = load_model(released, expert_weights="mxfp4").moe_layers()[0].down_packed
-    whole = load_model(released).moe_layers()[0].down
-    assert isinstance(packed, PackedExperts)
-    assert whole is not None
-    monkeypatch.setattr(torch, "empty", torch.zeros)
-    out = packed(torch.tensor([[4, 1], [1, 4]]), torch.float32)
-    assert [bool(one.any()) for one in out] == [False, True, False, False, True, False]
-    assert torch.equal(out[[1, 4]], whole[[1, 4]])
+class Dequantised:
+    """What experts were dequantised, in order, and how many were in memory at most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.experts: list[int] = []
+        self.alive, self.most = weakref.WeakSet[Any](), 0
+        one = PackedExperts.one
+
+        def recorded(packed: PackedExperts, expert: int, dtype: torch.dtype) -> Tensor:
+            out = one(packed, expert, dtype)
+            self.experts.append(expert)
+            self.alive.add(out.untyped_storage())
+            self.most = max(self.most, len(self.alive))
+            return out
+
+        monkeypatch.setattr(PackedExperts, "one", recorded)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_expert_at_a_time_is_dequantised_and_only_those_chosen(
+    released: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    moe = load_model(released, expert_weights=form).requires_grad_(False).moe_layers()[0]
+    seen, trace = Dequantised(monkeypatch), RouterTrace()
+    x_TD = torch.randn(3, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    out = moe(x_TD, trace)
+    chosen = trace.chosen_TK[0].unique().tolist()
+    assert len(chosen) < 6
+    assert seen.experts == [*chosen, *chosen]
+    out.sum().backward()
+    assert seen.experts[2 * len(chosen) :] == [*chosen, *chosen]
+    # The last of a loop is in memory until the next takes its name.
+    assert seen.most <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_accelerator_dequantises_all_experts_at_once_with_these_results(released: Path, dtype: torch.dtype) -> None:
+    moe = load_model(released, dtype, expert_weights="mxfp4").moe_layers()[0]
+    generator, counts_E = torch.Generator().manual_seed(0), torch.tensor([3, 0, 5, 1, 0, 2])
+    weights = ExpertWeights(moe.gate_up_packed, moe.down_packed, moe.gate_up_bias, moe.down_bias, moe.limit)
+    found = []
+    for kind in (ExpertsByLoop, ExpertsByGroupedMM):
+        x_RD = torch.randn(11, 32, generator=generator.manual_seed(0)).to(dtype).requires_grad_()
+        out = kind(x_RD, counts_E, weights).run()
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), x_RD)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=float(other.abs().max()) * (1e-5 if dtype.itemsize == 4 else 2e-2)
+        )
 
 
 def selfplay_config(released: Path, *overrides: str) -> SelfplayConfig:
@@ -241,7 +338,7 @@ def test_self_play_without_training_samples_from_packed_experts(released: Path) 
     assert roles.generator is roles.verifier is roles.meta_verifier
     assert all(isinstance(moe.down_packed, PackedExperts) for moe in roles.generator.moe_layers())
     with pytest.raises(
-        ConfigError, match='expert_weights = "mxfp4": experts in mxfp4 can be sampled and not trained; leave it out'
+        ConfigError, match='expert_weights = "mxfp4": experts held in mxfp4 are frozen: train an adapter beside them'
     ):
         selfplay_config(released, "train")
 
@@ -254,15 +351,15 @@ def test_self_play_without_training_samples_from_packed_experts(released: Path) 
     ],
 )
 def test_a_training_run_refuses_packed_experts(command: str, name: str) -> None:
-    with pytest.raises(ConfigError, match="expert_weights=mxfp4: experts in mxfp4 can be sampled and not trained"):
-        load_run(Path(name), COMMANDS[command], ["--model.expert_weights=mxfp4"])
+    with pytest.raises(ConfigError, match="expert_weights=fp8: experts held in fp8 are frozen: train an adapter"):
+        load_run(Path(name), COMMANDS[command], ["--model.expert_weights=fp8"])
 
 
-def test_the_engine_samples_the_same_tokens(released: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_the_engine_samples_the_same_tokens(released: Path, form: str) -> None:
     sampled = []
-    for form in ("mxfp4", "dequantized"):
-        model = load_model(released, expert_weights=form).requires_grad_(False)
-        model.set_numerics("exact")
+    for model in (load_model(released, expert_weights=form), reference(released, form)):
+        model.requires_grad_(False).set_numerics("exact")
         engine = NativeEngine(model, 2)
         request = Request((5, 6, 7), samples=2, sampling=Sampling(12, seed=3), request_id="0")
         sampled.append(engine.run(engine.generate(request)))
@@ -303,12 +400,47 @@ def test_chat_and_evaluation_ask_for_them(tmp_path: Path) -> None:
         pass
 
 
-def test_an_adapter_over_packed_experts_is_refused(released: Path, tmp_path: Path) -> None:
-    model = load_model(released)
-    lora = Lora(model, LoraSettings(2, 6.0), choose(model, ()), str(released), "f").initialize(0)
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_is_loaded_beside_the_experts_that_it_was_trained_beside(
+    released: Path, tmp_path: Path, form: str
+) -> None:
+    model, lora = adapted(load_model(released, expert_weights=form).set_numerics("exact"))
+    lora.base, lora.fingerprint = str(released), fingerprint(released)
     save_adapter(lora, tmp_path)
-    with pytest.raises(UserError, match=r"an adapter's base has its experts dequantised; load it with"):
-        load_policy_on(tmp_path, "cpu", "mxfp4")
+    wanted = logits(model, 30)
+    plain = adapted(load_model(released).set_numerics("exact"))[0]
+    assert torch.equal(logits(plain, 30), wanted) == (form == "mxfp4")
+    for loaded_in in ("dequantized", form):
+        loaded = load_policy_on(tmp_path, "cpu", loaded_in, "float32").set_numerics("exact")
+        assert torch.equal(logits(loaded, 30), wanted), loaded_in
+    if form != "mxfp4":
+        other = "nvfp4" if form == "fp8" else "fp8"
+        with pytest.raises(
+            UserError, match=f"trained beside experts in the profile {form}, and the base's are in {other}"
+        ):
+            load_policy_on(tmp_path, "cpu", other)
+        with pytest.raises(
+            UserError, match=f"trained beside experts in the profile {form}, and this run's model.expert_w"
+        ):
+            resume_adapter(Lora(plain, lora.settings, lora.sites, str(released), lora.fingerprint), tmp_path)
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_a_checkpoint_trained_in_a_profile_is_held_in_it_and_in_no_other(tmp_path: Path, form: str) -> None:
+    case = FAMILIES["qwen3_moe"]
+    config = type(case.config)(**(case.config.to_dict() | {"moe_intermediate_size": 32}))
+    Case("wide", config, case.model).make().save_pretrained(tmp_path / "plain")
+    trained = set_expert_profile(load_model(tmp_path / "plain"), form)
+    (tmp_path / "trained").mkdir()
+    save_model(trained, tmp_path / "trained")
+    held = load_model(tmp_path / "trained", expert_weights=form)
+    assert held.config.expert_profile == form
+    assert torch.equal(logits(held.set_numerics("exact"), 20), logits(trained.set_numerics("exact"), 20))
+    other = "nvfp4" if form == "fp8" else "fp8"
+    with pytest.raises(
+        UserError, match=f"its experts were trained in {form}; hold them dequantized or in that, not in"
+    ):
+        load_model(tmp_path / "trained", expert_weights=other)
 
 
 def test_training_and_export_are_refused(released: Path, tmp_path: Path) -> None:
@@ -324,7 +456,7 @@ def test_training_and_export_are_refused(released: Path, tmp_path: Path) -> None
     [
         (
             lambda t: t["model.layers.1.mlp.experts.down_proj_scales"].fill_(255),
-            r"blocks\.1\.ffn\.down_packed hold NaN",
+            r"blocks\.1\.ffn\.down hold NaN",
         ),
         (lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"), "down_proj_scales is missing"),
         (
@@ -344,5 +476,5 @@ def test_damaged_blocks_are_refused(released: Path, tmp_path: Path, change: Any,
 
 def test_a_model_without_such_experts_is_refused(tmp_path: Path) -> None:
     cases.CASES[0].make().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"not stored in MXFP4; load it with expert_weights = 'dequantized'"):
+    with pytest.raises(UserError, match=r"not stored in MXFP4; load it with expert_weights = 'dequantized', 'fp8'"):
         load_model(tmp_path, expert_weights="mxfp4")

@@ -234,7 +234,16 @@ def parts(
     assert config.placement is not None, "a rehearsal has it"
     run, key = run_path(config), secrets.token_hex(16)
     launcher = LocalLauncher(run / LOGS)
-    servers = addresses(config.placed_engine, base, config.model.numerics, "float32", True, key, launcher)
+    servers = addresses(
+        config.placed_engine,
+        base,
+        config.model.numerics,
+        "float32",
+        True,
+        key,
+        launcher,
+        expert_weights=config.model.expert_weights,
+    )
     command = [
         sys.executable,
         "-m",

@@ -119,7 +119,8 @@ class ModelSection(Section):
     compile: bool = False
     """compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"""
     expert_weights: ExpertWeightsForm = "dequantized"
-    """mxfp4: keep the experts of a released gpt-oss in 4 bits, for self-play without training; refused in runs that train"""
+    """hold frozen experts in few bits, beneath an adapter or in self-play without training: mxfp4 as a released gpt-oss stores
+    them; fp8 and nvfp4 quantise those of any checkpoint, to the numbers of that expert_profile"""
     tokenizer: str | None = Field(default=None, min_length=1)
     """directory, run or checkpoint of the tokenizer, or `bytes` for one token per byte; default: the tokenizer in `path`"""
 
@@ -136,22 +137,35 @@ class ModelSection(Section):
             yield Conflict("tokenizer", "a new model needs the directory of a tokenizer")
         if self.path is None and self.context_tokens is not None:
             yield Conflict("context_tokens", "is for a checkpoint; a new model's context is model.shape.context_tokens")
-        if self.path is None and self.expert_weights == "mxfp4":
-            yield Conflict("expert_weights", "mxfp4 is how a released gpt-oss is stored; a new model is not")
+        if self.path is None and self.expert_weights != "dequantized":
+            yield Conflict(
+                "expert_weights", f"{self.expert_weights} holds the experts of a checkpoint; a new model has none"
+            )
         if self.numerics == "exact" and self.precision not in (None, "float32"):
             yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
         if self.expert_profile is not None and self.shape is not None and not self.shape.experts:
             yield Conflict(
                 "expert_profile", f"{self.expert_profile} is for routed experts, and shape.experts = 0: leave it out"
             )
-        if self.expert_profile is not None and self.expert_weights == "mxfp4":
+        if self.expert_profile is not None and self.expert_weights != "dequantized":
             yield Conflict(
-                "expert_profile", "experts that stay in MXFP4 are in no other profile: leave one of the two out"
+                "expert_profile",
+                f"trains experts, and those held in {self.expert_weights} are frozen: leave one of the two out",
             )
-        if self.expert_profile is not None and self.compile:
-            yield Conflict("expert_profile", "quantised experts are not compiled: leave expert_profile or compile out")
+        if self.compile:
+            for name, on in (
+                ("expert_profile", self.expert_profile is not None),
+                ("expert_weights", self.expert_weights != "dequantized"),
+            ):
+                if on:
+                    yield Conflict(name, f"quantised experts are not compiled: leave {name} or compile out")
         if self.numerics == "exact" and self.compile:
             yield Conflict("numerics", "exact fixes the order of sums, and compile changes it")
+
+    @property
+    def profile(self) -> ExpertProfile | None:
+        """The profile that the routed experts compute in, trained or held packed; None: that of the run's precision."""
+        return self.expert_weights if self.expert_weights in ("fp8", "nvfp4") else self.expert_profile
 
 
 class LoraSection(Section):

@@ -20,6 +20,7 @@ from nmoe.config.tables.rollout import RolloutEngineSection
 from nmoe.engine.remote.launcher import Command, Launcher, Process
 from nmoe.errors import InfrastructureError, UserError, cut
 from nmoe.model.policy import config_of
+from nmoe.types import ExpertWeightsForm
 
 KEY = "NMOE_ENGINE_KEY"
 """The environment variable with the key that a server asks for."""
@@ -143,9 +144,10 @@ def addresses(
     key: str,
     launcher: Launcher,
     first_gpu: int | None = 0,
+    expert_weights: ExpertWeightsForm = "dequantized",
 ) -> list[ServerProcess]:
-    """Returns as many servers as [engine] names, which load the checkpoint. They get the GPUs of this machine from `first_gpu`
-    on; None leaves the choice to the launcher."""
+    """Returns as many servers as [engine] names, which load the checkpoint; nmoe's hold its experts as `expert_weights` says. They
+    get the GPUs of this machine from `first_gpu` on; None leaves the choice to the launcher."""
     environment = {
         KEY: key,
         "VLLM_API_KEY": key,
@@ -155,7 +157,7 @@ def addresses(
     if section.kind == "server":
         command = [
             *(sys.executable, "-m", "nmoe.engine.server", str(checkpoint), "--host", "{host}", "--port", "{port}"),
-            *("--numerics", numerics),
+            *("--numerics", numerics, "--expert-weights", expert_weights),
             *("--max-sequences", str(section.max_sequences), "--cache-mb", str(section.cache_mb)),
             *("--precision", dtype, "--device", "cpu" if on_cpu else "cuda"),
         ]

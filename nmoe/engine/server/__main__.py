@@ -25,7 +25,7 @@ from nmoe.extras import needed_by
 from nmoe.model.checkpoint import fingerprint
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.policy import load_policy, sampling_precision
-from nmoe.types import Precision
+from nmoe.types import ExpertWeightsForm, Precision
 
 KEY = "NMOE_ENGINE_KEY"
 # Seconds that an unused connection stays open: as long as a training step takes, or clients would open all of them anew.
@@ -53,6 +53,7 @@ def _options() -> argparse.Namespace:
     add("--port", type=int, default=0, help="0: the kernel chooses")
     add("--numerics", choices=("fast", "exact"), default="fast")
     add("--device", default="auto")
+    add("--expert-weights", choices=get_args(ExpertWeightsForm), default="dequantized", help="how experts are held")
     add("--precision", choices=get_args(Precision), help="of the weights; by default as stored, and bfloat16 on a GPU")
     add("--max-sequences", type=int, default=256, help="sequences that run at once")
     add("--cache-mb", type=int, default=0, help="size of the key-value cache; 0: as the engine chooses")
@@ -74,7 +75,7 @@ def _serve(options: argparse.Namespace) -> None:
     torch.set_num_threads(choose_threads(options.threads))
     device = choose_device(options.device, "--device")
     precision = sampling_precision(options.checkpoint, device, options.precision)
-    model, lora = load_policy(options.checkpoint, dtype_for(device, precision), device)
+    model, lora = load_policy(options.checkpoint, dtype_for(device, precision), device, options.expert_weights)
     model.requires_grad_(False).set_numerics(options.numerics)
     engine = NativeEngine(model, options.max_sequences, options.cache_mb)
     config = model.config

@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
+from nmoe.model.packed_experts import PackedExperts
 from nmoe.model.shards import StoredTensors
 from nmoe.parallel.ranks import is_sharded, to_fill
 
@@ -101,14 +103,16 @@ def fill(
     shards: StoredTensors,
     buffers: Collection[str],
     entries: Iterable[Entry] | None = None,
+    quantised: Mapping[str, PackedExperts] = MappingProxyType({}),
 ) -> None:
     """Copies a checkpoint into a model's `state_dict`, converting to its dtypes. Tensors named in `buffers` that have no entry are
-    set to 0. `entries` defaults to the family's.
+    set to 0. `entries` defaults to the family's. Weights named in `quantised`, which are on the device meta in `state`, are
+    quantised into these experts.
 
     Names, shapes and dtypes are all compared before anything is copied; values are checked to be finite while copying. Raises
     UserError naming file and tensor.
     """
-    filling(state, family, config, shards, buffers, entries)()
+    filling(state, family, config, shards, buffers, entries, quantised)()
 
 
 def filling(
@@ -118,6 +122,7 @@ def filling(
     shards: StoredTensors,
     buffers: Collection[str],
     entries: Iterable[Entry] | None = None,
+    quantised: Mapping[str, PackedExperts] = MappingProxyType({}),
 ) -> Callable[[], None]:
     """Does what `fill` does before it copies anything, and returns a function that copies."""
     entries = list(family.entries(config) if entries is None else entries)
@@ -131,7 +136,8 @@ def filling(
         for name in unfilled:
             state[name].zero_()
         for name, parts in by_weight.items():
-            with to_fill(state[name]) as weight:
+            experts = quantised.get(name)
+            with to_fill(state[name]) if experts is None else experts.to_fill(state[name].dtype) as weight:
                 for entry in parts:
                     _fill_entry(weight[entry.index], entry, *stored[entry.theirs], shards)
         if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):

@@ -19,7 +19,7 @@ from torch import Tensor
 from nmoe.config.tables.model import ExpertProfile
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.expert_profile import BLOCK, fp8, from_nvfp4, nvfp4
+from nmoe.model.expert_profile import BLOCK, fp8, from_nvfp4, in_pairs, nvfp4
 from nmoe.model.families.base import TIED_HEAD, Entry, Family, Written, tensors_of
 
 NVFP4 = "nvfp4-pack-quantized"
@@ -123,11 +123,6 @@ def _expert(entry: Entry, whole: Callable[[str], Tensor], profile: ExpertProfile
         yield name, numbers, made(lambda weight_ND: as_fp8(weight_ND)[0])
         yield f"{name}_scale", 4 * rows, made(lambda weight_ND: as_fp8(weight_ND)[1])
     else:
-        yield f"{name}_packed", numbers // 2, made(lambda weight_ND: _packed(as_nvfp4(weight_ND)[0]))
+        yield f"{name}_packed", numbers // 2, made(lambda weight_ND: in_pairs(as_nvfp4(weight_ND)[0]))
         yield f"{name}_scale", numbers // BLOCK, made(lambda weight_ND: as_nvfp4(weight_ND)[1])
         yield f"{name}_global_scale", 4, made(lambda weight_ND: as_nvfp4(weight_ND)[2])
-
-
-def _packed(codes_ND: Tensor) -> Tensor:
-    low_NH, high_NH = codes_ND.unflatten(1, (-1, 2)).unbind(-1)
-    return low_NH | high_NH << 4
