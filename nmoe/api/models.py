@@ -60,7 +60,7 @@ def load_model(
     """Loads the model of a run or checkpoint; an adapter is loaded with its base model. `device` is "auto" (a GPU if there is one),
     "cpu", "cuda" or, with several GPUs, "cuda:1". `precision`, of weights and activations, is "float32", "bfloat16" or
     "float16"; None is bfloat16 on a GPU, and on a CPU with bfloat16 products if the weights are stored in it; else float32. With
-    `expert_weights` "mxfp4" a released gpt-oss keeps its experts in four bits, and with "fp8" and "nvfp4" those of any model are
+    `expert_weights` "mxfp4" a released gpt-oss keeps its experts in four bits, and with "fp8" and "nvfp4" any model's experts are
     quantised, for sampling and beneath an adapter.
 
         >>> import nmoe

@@ -64,7 +64,7 @@ ExpertWeights = Annotated[
     ExpertWeightsForm,
     typer.Option(
         help="Hold experts packed: mxfp4 as a released gpt-oss stores them; fp8 and nvfp4 (0.5 and 0.28 of bfloat16's memory) "
-        "quantise those of any checkpoint."
+        "quantise any checkpoint's."
     ),
 ]
 PrecisionOfWeights = Annotated[

@@ -102,8 +102,8 @@ class RankSampler:
         engine = InStepEngine if self._divided else NativeEngine
         self.engine = engine(self.model, max_sequences, cache_mb)
 
-    def _divide(self, model: Transformer) -> None:
-        """Leaves this rank its own experts, before memory is allocated."""
+    def _divide(self, model: Transformer) -> torch.device:
+        """Leaves this rank its own experts, before memory is allocated, and returns where that is."""
         from nmoe.parallel.dispatcher import HeldDispatcher
 
         for name, dispatcher in self._divided.items():
@@ -112,6 +112,7 @@ class RankSampler:
             for weight, parameter in list(moe.named_parameters(recurse=False)):
                 setattr(moe, weight, nn.Parameter(dispatcher.own(parameter.detach()).clone()))
             moe.dispatcher, moe.sharded = HeldDispatcher(dispatcher.groups, dispatcher.rank), True
+        return self._sharded.device
 
     @command
     @torch.no_grad()

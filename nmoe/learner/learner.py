@@ -50,7 +50,7 @@ from nmoe.model.peft_format import resume_adapter, save_adapter, snapshot_adapte
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import collect, command, gang
-from nmoe.parallel.ranks import Ranks, release, whole
+from nmoe.parallel.ranks import Ranks, offloads, release, whole
 
 if TYPE_CHECKING:
     from nmoe.parallel.sharded_files import ShardedFiles
@@ -85,18 +85,21 @@ class WeightReceiver(Protocol):
 
 def share_model(
     model: Transformer, ranks: Ranks, device: torch.device | None = None, kept: Collection[nn.Parameter] = ()
-) -> None:
+) -> torch.device:
     """Shards a model over the ranks in place, and gives its expert layers the dispatcher that exchanges tokens between ranks. Does
-    nothing for a model that is sharded already. A model on the meta device needs the `device` on which its parts are allocated. The
-    `kept` parameters and packed experts stay whole on every rank. Raises UserError as `Ranks.shard`
-    does."""
+    nothing for a model that is sharded already. A model on the meta device needs the `device` that it will compute on. Returns the
+    device that the parts belong on: that one, or the CPU if they are offloaded. The `kept` parameters and packed experts stay whole
+    on every rank. Raises UserError as `Ranks.shard` does."""
+    where = model.device if device is None else device
+    parts = torch.device("cpu") if offloads(ranks.parallel, ranks.size, where.type) else where
     if ranks.share(model):
-        return
+        return parts
     moes = model.moe_layers()
     divided = model.config.routed_experts if packed_form(model) is None else 0
     dispatcher = ranks.shard(model, model.blocks, moes, divided, kept, device)
     for moe in moes:
         moe.dispatcher, moe.sharded = dispatcher, ranks.size > 1
+    return parts
 
 
 class Learner:

@@ -41,18 +41,22 @@ from nmoe.types import ExpertWeightsForm, PackedForm
 SHARD_BYTES = 5 * 10**9
 
 
+Share = Callable[[Transformer], torch.device]
+"""Shards a model on the device meta over ranks, and returns the device that the parts belong on."""
+
+
 def load_model(
     directory: Path,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     expert_weights: ExpertWeightsForm = "dequantized",
-    share: Callable[[Transformer], None] | None = None,
+    share: Share | None = None,
 ) -> Transformer:
     """Loads the model of a checkpoint directory onto `device`, with parameters in `dtype`; routers and buffers stay in fp32.
 
     With other `expert_weights` than "dequantized", experts are held packed and dequantised for each product: frozen, beside which
-    an adapter can be trained, but not exported. "mxfp4" keeps experts that are stored in MXFP4; results are those of the
-    dequantised model. "fp8" and "nvfp4" quantise any experts while loading; results are those of the model with this
+    an adapter can be trained, but not exported. "mxfp4" keeps experts that are stored in MXFP4, and gives the dequantised
+    model's results. "fp8" and "nvfp4" quantise any experts while loading, and give the results of a model with this
     `expert_profile`. Raises UserError if the experts are not stored in MXFP4, or were trained in another profile.
 
     `share` shards the model over ranks, as in `new_model`: each rank then holds its part, and one whole weight at a time.
@@ -106,23 +110,22 @@ def new_model(
     dtype: torch.dtype,
     device: torch.device | str,
     packed: PackedForm | None = None,
-    share: Callable[[Transformer], None] | None = None,
+    share: Share | None = None,
 ) -> Transformer:
     """Allocates a model on `device` whose weights and router biases are not set yet; `packed` is the form of its experts.
-    `share` shards the model over ranks before any memory is allocated, so that each rank allocates only its part. Raises UserError
-    if the model does not fit into memory."""
+    `share` shards the model over ranks before any memory is allocated, so that each rank allocates only its part, on the device
+    that it returns. Raises UserError if the model does not fit into memory."""
     try:
         with torch.device("meta"):
             model = cast(Transformer(config), dtype)
             if packed is not None:
                 for moe in model.moe_layers():
                     moe.pack(packed)
-        if share is not None:
-            share(model)
+        parts = None if share is None else share(model)
         # As to_empty does, but for whole weights by a function that imports nothing of torch's compiler.
         model._apply(
             lambda weight: (
-                torch.empty_like(weight, device=device)
+                torch.empty_like(weight, device=parts)
                 if is_sharded(weight)
                 else torch.empty(weight.shape, dtype=weight.dtype, device=device)
             )

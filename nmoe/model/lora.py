@@ -223,7 +223,7 @@ class Lora:
             raise UserError(f"{names} are computed as one matrix here and need one rank and one alpha")
         rank, scale = settings.pop()
         spans = tuple(site.span for site in of_module)
-        update = LowRank(module.weight.shape[1], spans, rank, scale, module.weight)
+        update = LowRank(module.weight.shape[1], spans, rank, scale, self._like(module.weight))
         for site, (_, ranks, rows) in zip(of_module, update.parts(), strict=True):
             self._parts[site] = update.a_GD[ranks], update.b_Sr[rows]
         self._put(module, "weight", "adapter", update)
@@ -231,11 +231,15 @@ class Lora:
     def _adapt_experts(self, module: MoE, site: Site) -> None:
         name = "down" if site.target == "experts.down_proj" else "gate_up"
         packed: PackedExperts | None = getattr(module, f"{name}_packed")
-        like = getattr(module, name) if packed is None else self.model.embedding.weight
-        (experts, inputs, outputs), (rank, scale) = (packed or like).shape, self.settings.of(site)
-        update = ExpertsLowRank(experts, inputs, outputs, rank, scale, like)
+        weight = getattr(module, name) if packed is None else self.model.embedding.weight
+        (experts, inputs, outputs), (rank, scale) = (packed or weight).shape, self.settings.of(site)
+        update = ExpertsLowRank(experts, inputs, outputs, rank, scale, self._like(weight))
         self._parts[site] = update.a_EDr.mT, update.b_ErF.mT
         self._put(module, name, f"{name}_adapter", update)
+
+    def _like(self, weight: Tensor) -> Tensor:
+        """Returns a tensor of the weight's dtype where the model computes, which an offloaded weight is not."""
+        return torch.empty(0, dtype=weight.dtype, device=self.model.device)
 
     def _put(self, module: nn.Module, weight: str, name: str, update: LowRank | ExpertsLowRank) -> None:
         setattr(module, name, update)

@@ -1,7 +1,7 @@
 """Experts held in few bits, and dequantised one by one for each product: in MXFP4, as a released gpt-oss stores them, or in FP8 or
 NVFP4, quantised while they are loaded.
 
-The numbers of FP8 and NVFP4 are those of the profiles (`nmoe.model.expert_profile`), and no product sees others. Packed experts
+The profiles define the numbers of FP8 and NVFP4 (`nmoe.model.expert_profile`), and no product sees others. Packed experts
 have no parameters, so they are frozen; a gradient passes through them to their inputs, and dequantises them again.
 """
 

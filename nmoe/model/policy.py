@@ -55,15 +55,15 @@ def load_policy(
 
 
 def profile_of(directory: Path) -> ExpertProfile | None:
-    """Returns the profile that the experts of a checkpoint compute in, or those of an adapter's base beside it. Raises UserError
+    """Returns the profile that the experts of a checkpoint compute in, or an adapter's base beside it. Raises UserError
     for a broken checkpoint."""
     recorded = read_base(directory).expert_profile if is_adapter(directory) else None
     return config_of(directory).expert_profile if recorded is None else None if recorded == "none" else recorded
 
 
 def _refuse_other_profile(directory: Path, model: Transformer) -> None:
-    """Raises UserError if an adapter was trained beside experts in another profile than the model's. Packed experts may round what
-    an adapter was trained beside in full: that is what was asked for."""
+    """Raises UserError if an adapter was trained beside experts in another profile than the model's. Whoever asks for
+    packed experts may have them rounded beside an adapter that was trained beside full ones."""
     trained, profile = read_base(directory).expert_profile, model.config.expert_profile or "none"
     if trained not in (None, profile) and (packed_form(model) is None or trained != "none"):
         form = trained if trained in get_args(PackedForm) else "dequantized"

@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         self.reset_tables()
 
     def reset_tables(self) -> None:
-        """Computes the rotary tables on the weights' device. They are not part of a checkpoint."""
+        """Computes the rotary tables on the model's device. They are not part of a checkpoint."""
         self._set_table("rope", self.config.rope_theta, self.config.rope_scaling)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
@@ -147,7 +147,8 @@ class Transformer(nn.Module):
         self.reset_tables()
 
     def _set_table(self, name: str, theta: float, scaling: RopeScaling | None) -> None:
-        config, device = self.config, self.embedding.weight.device
+        # The first table's weights are where the model computes; later ranks may have offloaded them.
+        config, device = self.config, getattr(self, "rope_cos", self.embedding.weight).device
         unturned = config.head_dim - config.rotary_dim if config.rotary_dim else 0
         if device == torch.device("meta"):
             # Shapes alone: arithmetic there costs the import of torch's compiler.

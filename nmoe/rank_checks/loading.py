@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from nmoe.errors import ShortfallError
 from nmoe.learner.learner import share_model
-from nmoe.model.checkpoint import export_model, load_model, new_model, save_model
+from nmoe.model.checkpoint import Share, export_model, load_model, new_model, save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks, like, local
@@ -67,7 +67,7 @@ class Allocated(TorchDispatchMode):
         self.now -= count
 
 
-Load = Callable[[Callable[[Transformer], None] | None], Transformer]
+Load = Callable[[Share | None], Transformer]
 
 
 def loads(config: ModelConfig, directory: Path) -> Iterator[tuple[str, Load]]:

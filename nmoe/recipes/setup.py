@@ -280,10 +280,7 @@ def build_model(
     zero. Raises UserError if the tokenizer has more ids than the embedding, and if the path is an adapter.
     """
     device, dtype = device_and_dtype(settings)
-    # Shards that are offloaded lie elsewhere than tables and adapter, which are made beside whole weights: the learner moves them.
-    share = None
-    if ranks is not None and ranks.parallel.offload != "cpu":
-        share = partial(share_model, ranks=ranks, device=device)
+    share = None if ranks is None else partial(share_model, ranks=ranks, device=device)
     if settings.shape is not None:
         shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
         return _prepared(new_model(shape, dtype, device, share=share).initialize(seed), settings, balance)

@@ -36,7 +36,8 @@ from nmoe.model.peft_format import resume_adapter, save_adapter
 from nmoe.model.policy import load_policy_on
 from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
-from nmoe.plan.estimate import packed_expert_bytes
+from nmoe.plan.estimate import packed_expert_bytes, size_of
+from nmoe.plan.rank_plan import plan
 from nmoe.selfplay.loop import Roles
 from nmoe.serve.chat import chat
 from nmoe.text.tokenizer import Tokenizer
@@ -353,6 +354,16 @@ def test_self_play_without_training_samples_from_packed_experts(released: Path) 
 def test_a_training_run_refuses_packed_experts(command: str, name: str) -> None:
     with pytest.raises(ConfigError, match="expert_weights=fp8: experts held in fp8 are frozen: train an adapter"):
         load_run(Path(name), COMMANDS[command], ["--model.expert_weights=fp8"])
+
+
+def test_plans_count_packed_experts(released: Path) -> None:
+    config = selfplay_config(released)
+    model = load_model(released, expert_weights="mxfp4")
+    others, packed = sum(one.nbytes for one in model.parameters()), sum(map(expert_bytes, model.moe_layers()))
+    assert size_of(config).weights == others + packed
+    held = plan(config, 2, 2).held
+    assert held["weights to sample"] == others
+    assert others / 2 <= held["weights"] - packed < others / 2 * 1.1
 
 
 @pytest.mark.parametrize("form", FORMS)

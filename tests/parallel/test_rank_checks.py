@@ -28,6 +28,16 @@ def test_ranks_train_as_one_process_does(ranks: int, names: list[str]) -> None:
     assert [line.partition(":")[0] for line in said.splitlines()] == names
 
 
+def test_offloaded_parts_are_loaded_one_whole_weight_at_a_time_and_train() -> None:
+    said, worst = on_ranks(2, "offloaded_ranks.py").splitlines()
+    found = re.fullmatch(r"3 models on 2 ranks; the highest peak is (0\.\d\d) of the whole model", said)
+    assert found is not None
+    # Half of the model, and its largest weight: the embedding or the head, a quarter each.
+    assert 0.5 < float(found[1]) < 0.9
+    # Sums in another order, in fp32, divided by an epsilon of 1e-3.
+    assert float(worst) < 1e-5
+
+
 def test_what_is_wrong_on_one_rank_is_noticed_on_all() -> None:
     """Also where one process computed for an earlier pair, and is not asked again."""
     said = on_ranks(2, "checked_ranks.py").splitlines()

@@ -120,7 +120,7 @@ class ModelSection(Section):
     """compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"""
     expert_weights: ExpertWeightsForm = "dequantized"
     """hold frozen experts in few bits, beneath an adapter or in self-play without training: mxfp4 as a released gpt-oss stores
-    them; fp8 and nvfp4 quantise those of any checkpoint, to the numbers of that expert_profile"""
+    them; fp8 and nvfp4 quantise any checkpoint's, to the numbers of that expert_profile"""
     tokenizer: str | None = Field(default=None, min_length=1)
     """directory, run or checkpoint of the tokenizer, or `bytes` for one token per byte; default: the tokenizer in `path`"""
 
@@ -164,7 +164,7 @@ class ModelSection(Section):
 
     @property
     def profile(self) -> ExpertProfile | None:
-        """The profile that the routed experts compute in, trained or held packed; None: that of the run's precision."""
+        """The profile that the routed experts compute in, trained or held packed; None: the run's precision."""
         return self.expert_weights if self.expert_weights in ("fp8", "nvfp4") else self.expert_profile
 
 
