@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ import httpx2
 import pytest
 from scripted_engine import ScriptedEngine
 
+from nmoe.config.commands import RLConfig
+from nmoe.config.loader import load_environment, load_run
 from nmoe.config.registry import hand_over
 from nmoe.engine.api import Request
 from nmoe.envs.check import check_environment
@@ -340,3 +343,75 @@ def test_env_check_shows_how_it_opens_and_answers(environment: Make, tmp_path: P
     assert "the conversation is over, in the state {'left': 1}" in report
     assert Counting.made[-1].calls[0] == "open 0"
     assert Counting.made[-1].calls[-1] == "close"
+
+
+ORS = {"env": "sums", "tool": "submit", "field": "answer", "split": "train", "index": 0}
+
+
+def of_servers(path: Path, task: str, record: dict[str, Any], defaults: str = "") -> Path:
+    (path / "episodes.jsonl").write_text(json.dumps(record) + "\n")
+    file = path / "environment.toml"
+    pool = f'[task_pool]\ntype = "jsonl"\npath = "episodes.jsonl"\n{defaults}'
+    file.write_text(f'env_id = "served"\nformat = "boxed"\ntask = "{task}"\n{pool}')
+    return file
+
+
+@pytest.mark.parametrize(
+    ("record", "defaults", "overrides", "url"),
+    [
+        ({}, 'record_defaults = { url = "http://127.0.0.1:1" }', {}, "http://127.0.0.1:1"),
+        ({"url": "http://own:2"}, 'record_defaults = { url = "http://127.0.0.1:1" }', {}, "http://own:2"),
+        (
+            {},
+            'record_defaults = { url = "http://127.0.0.1:1" }',
+            {"environment.task_pool.record_defaults.url": "http://over:3"},
+            "http://over:3",
+        ),
+        ({}, "", {"environment.task_pool.record_defaults.url": "http://over:3"}, "http://over:3"),
+    ],
+)
+def test_the_address_of_a_server_is_the_record_s_the_command_s_or_the_pool_s(
+    record: dict[str, Any], defaults: str, overrides: dict[str, str], url: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    tables = of_servers(tmp_path, "ors", ORS | record, defaults).read_text()
+    run = tmp_path / "run.toml"
+    model = '[run]\nsteps = 1\n[model]\npath = "m"\n[environment]\n'
+    run.write_text(
+        model + tables.replace("[task_pool]", "[environment.task_pool]").replace("episodes", f"{tmp_path}/episodes")
+    )
+    settings = load_run(run, RLConfig, [f"--{key}={value}" for key, value in overrides.items()]).environment
+    (problem,) = Environment(settings, tokenizer, user_code=False).pool.take(1)
+    assert json.loads(str(problem.metadata["given"])) == ORS | {"url": url}
+
+
+@pytest.mark.parametrize(
+    ("task", "record", "said"),
+    [
+        (
+            "openenv",
+            {"action": "message"},
+            r"`url` of a record for openenv is the address .* not None; .*`record_defaults`",
+        ),
+        ("openenv", {"action": "message", "url": "127.0.0.1:8000"}, "not '127.0.0.1:8000'"),
+        ("openenv", {"url": "ws://127.0.0.1:8000"}, "`action` of a record for openenv"),
+        ("ors", ORS, r"`url` of a record for ors is the address .* not None; .*`record_defaults`"),
+        ("ors", {**ORS, "url": "http://me:secret@host"}, "has a user or a password"),
+        ("ors", {"url": "http://host", "env": "sums", "tool": "submit", "field": "answer"}, "`split` and `index`"),
+    ],
+)
+def test_a_record_without_its_server_is_refused_when_it_is_read(
+    task: str, record: dict[str, Any], said: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    settings = load_environment(of_servers(tmp_path, task, record))
+    with pytest.raises(UserError, match=rf"episodes\.jsonl:1: .*{said}"):
+        Environment(settings, tokenizer, user_code=False)
+
+
+def test_a_server_that_is_down_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    settings = load_environment(of_servers(tmp_path, "ors", ORS, f'record_defaults = {{ url = "{url}" }}'))
+    lost, _ = play(Environment(settings, tokenizer, user_code=False), tokenizer, lambda sample, turn: "1", 2)
+    assert [one.grade.failure for one in lost] == ["environment_error"] * 2
+    assert f"task ors: open: InfrastructureError: no server at {url}: " in lost[0].grade.reason

@@ -67,6 +67,8 @@ class DatasetKeys(Section):
     `-solve_rate` (`nmoe data solve-rates`); later passes are shuffled"""
     levels: Array[str] = ()
     """only problems whose field `level` is one of these, such as ["4", "5"], also written "Level 4"; default: all"""
+    record_defaults: dict[str, Any] = Field(default={})
+    """fields of records that lack them, such as the server of a live environment, `{ url = "http://127.0.0.1:8000" }`"""
     max_examples: int | None = Field(default=None, ge=1)
     """maximum number of records to read"""
     seed: int = Field(default=0, ge=0, le=MAX_SEED)

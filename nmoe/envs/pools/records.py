@@ -169,6 +169,7 @@ def record_order(
     difficulties: list[float] = []
     fields: Fields | None = None
     for number, (where, record) in enumerate(islice(records, settings.max_examples)):
+        record = {**settings.record_defaults, **record}
         try:
             if fields is None and not isinstance(task, RecordTask):
                 fields = fields_of(settings, record, has_gold=not isinstance(task, OpenTask))

@@ -92,6 +92,11 @@ class LiveEpisode(ABC):
         return
 
     @classmethod
+    def check_record(cls, record: Record) -> None:
+        """Raises UserError for a record that cannot be opened. It is called when the task pool is read."""
+        return
+
+    @classmethod
     def gold(cls, record: Record) -> str:
         """Returns a turn that earns the whole reward, "" if none is known; `nmoe env certify` plays it."""
         return ""
@@ -111,6 +116,8 @@ class LiveTask(OwnTask, AnsweringTask):
 
     def read_record(self, record: Record) -> Posed:
         kept = as_json(record, f"task {self._name}")
+        with of_the_user(f"task {self._name}: check_record"):
+            self._episode.check_record(record)
         return self._posed(record.get("prompt") or "(The environment asks when it is opened.)", "", given=kept)
 
     def knows_answer(self, problem: Problem) -> bool:

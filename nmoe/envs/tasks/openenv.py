@@ -33,7 +33,7 @@ _SEEDS = 2**31
 
 
 class OpenEnvEpisode(LiveEpisode):
-    """Plays the environment that a record names. A subclass may set the keys for records that lack them."""
+    """Plays the environment that a record names."""
 
     url: str | None = None
     action: str | None = None
@@ -42,16 +42,19 @@ class OpenEnvEpisode(LiveEpisode):
     reward_if_none: float | None = None
     _socket: Any = None
 
+    @classmethod
+    def check_record(cls, record: Record) -> None:
+        refuse_address(record.get("url", cls.url), ("http://", "https://", "ws://", "wss://"), "openenv")
+        if not isinstance(action := record.get("action", cls.action), str) or not action:
+            raise UserError(
+                f"`action` of a record for openenv names the field of an action that gets the policy's text, not {action!r}"
+            )
+
     async def open(self, record: Record, seed: int) -> Prompt:
         for name in ("url", "action", "others", "shows", "reward_if_none"):
             setattr(self, name, record.get(name, getattr(self, name)))
-        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise UserError(f"`url` of a record for openenv is the address of a server, not {self.url!r}")
-        if "@" in urlsplit(self.url).netloc:
-            raise UserError("`url` of a record for openenv has a user or a password, which would be recorded")
-        if not isinstance(self.action, str) or not self.action:
-            raise UserError("`action` of a record for openenv names the field of an action that gets the policy's text")
-        self._socket = await _connected(f"ws{self.url.removeprefix('ws').removeprefix('http').rstrip('/')}/ws")
+        address = str(self.url).removeprefix("ws").removeprefix("http").rstrip("/")
+        self._socket = await _connected(f"ws{address}/ws")
         first = await self._ask("reset", {"seed": seed % _SEEDS, **record.get("reset", {})})
         if first["done"]:
             raise UserError("the environment is done before the policy has said anything")
@@ -112,6 +115,17 @@ class OpenEnvEpisode(LiveEpisode):
                 raise UserError(f"`shows` = {self.shows!r} is not in the observation {shown(observation, 200)}")
             observation = observation[name]
         return observation
+
+
+def refuse_address(url: Any, schemes: tuple[str, ...], task: str) -> None:
+    """Raises UserError unless `url` is a server's address without a password."""
+    if not isinstance(url, str) or not url.startswith(schemes) or not urlsplit(url).hostname:
+        raise UserError(
+            f"`url` of a record for {task} is the address of a server, such as http://127.0.0.1:8000, not {url!r}; give it to all "
+            "records by `record_defaults` of the task pool"
+        )
+    if "@" in urlsplit(url).netloc:
+        raise UserError(f"`url` of a record for {task} has a user or a password, which would be recorded")
 
 
 async def _connected(address: str) -> Any:

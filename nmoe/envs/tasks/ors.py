@@ -20,12 +20,12 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
 from nmoe.envs.tasks.conversation import AssistantTurn
 from nmoe.envs.tasks.live import LiveEpisode
+from nmoe.envs.tasks.openenv import refuse_address
 from nmoe.envs.tasks.own import Prompt, Record
 from nmoe.errors import InfrastructureError, UserError, shown
 
@@ -35,7 +35,7 @@ _KEYS = ("url", "env", "tool", "field", "others", "token_env", "reward_if_none")
 
 
 class OrsEpisode(LiveEpisode):
-    """Plays the task that a record names. A subclass may set the keys for records that lack them."""
+    """Plays the task that a record names."""
 
     url: str | None = None
     env: str | None = None
@@ -47,26 +47,27 @@ class OrsEpisode(LiveEpisode):
     _client: httpx2.AsyncClient | None = None
     _pinging: asyncio.Task[None] | None = None
 
+    @classmethod
+    def check_record(cls, record: Record) -> None:
+        refuse_address(record.get("url", cls.url), ("http://", "https://"), "ors")
+        for name in ("env", "tool", "field"):
+            if not isinstance(value := record.get(name, getattr(cls, name)), str) or not value:
+                raise UserError(f"a record for ors needs `{name}`, and it is {value!r}")
+        if "task_spec" not in record and not {"split", "index"} <= record.keys():
+            raise UserError("a record for ors names a task by `split` and `index`, or has its `task_spec`")
+
     async def open(self, record: Record, seed: int) -> Prompt:
         for name in _KEYS:
             setattr(self, name, record.get(name, getattr(self, name)))
-        for name in ("url", "env", "tool", "field"):
-            if not isinstance(value := getattr(self, name), str) or not value:
-                raise UserError(f"a record for ors needs `{name}`, and it is {value!r}")
-        if "@" in urlsplit(str(self.url)).netloc:
-            raise UserError(
-                "`url` of a record for ors has a user or a password, which would be recorded; use `token_env`"
-            )
-        if "task_spec" in record:
-            task = {"task_spec": record["task_spec"]}
-        elif "split" in record and "index" in record:
-            task = {"split": record["split"], "index": record["index"]}
-        else:
-            raise UserError("a record for ors names a task by `split` and `index`, or has its `task_spec`")
+        named = ("task_spec",) if "task_spec" in record else ("split", "index")
+        task = {name: record[name] for name in named}
         self._client = _client(str(self.url), _key(self.token_env))
-        async for event, data in self._events("/create_session", {}):
-            if event == "task_id":
-                self._client.headers["X-Session-ID"] = data.strip()
+        try:
+            async for event, data in self._events("/create_session", {}):
+                if event == "task_id":
+                    self._client.headers["X-Session-ID"] = data.strip()
+        except httpx2.ConnectError as error:
+            raise InfrastructureError(f"no server at {self.url}: {error}") from error
         await self._json("POST", "/create", {"env_name": self.env, **task})
         self._pinging = asyncio.create_task(self._ping())
         return _text(await self._json("GET", f"/{self.env}/prompt"))
