@@ -42,7 +42,7 @@ from nmoe.types import Message, Problem, Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = '''
-import os, sys, time
+import anyio, os, sys, time
 from pathlib import Path
 from mcp.server.mcpserver import MCPServer
 
@@ -76,9 +76,15 @@ def crash() -> str:
 
 
 @server.tool()
-def hang() -> str:
-    """Hangs."""
+async def hang() -> str:
+    """Hangs, and the whole server with it."""
     time.sleep(600)
+
+
+@server.tool()
+async def wait() -> str:
+    """Takes long, while the server answers other calls."""
+    await anyio.sleep(600)
 
 
 @server.tool()
@@ -263,10 +269,14 @@ def proven() -> dict[str, float]:
     assert notes.outputs(("keep", '{"text": "b"}')) == [("ok", "b")], "each episode has a server of its own"
     (crashed,) = notes.play([("crash", "{}")])
     assert (crashed.grade.failure, crashed.trainable) == ("environment_error", False)
-    assert "out of words" in crashed.tool_events[0].reason, crashed.tool_events
+    assert "out of words" not in str(crashed.tool_events), "what a program writes is shown on stderr alone"
     assert notes.outputs(("add", '{"x": 1}')) == [("ok", "3")], "the server is started again"
     (hung,) = Notes(pipes["run"], tool_s=3.0).play([("hang", "{}")])
     assert (hung.grade.failure, hung.trainable) == ("environment_error", False)
+    (slow,) = Notes(pipes["run"], tool_s=3.0).play([("wait", "{}")])
+    assert (slow.tool_events[0].failure, slow.trainable) == ("timeout", True), (
+        "a long call of a server that lives is the policy's"
+    )
     print(f"over pipes: masked, and started again: {crashed.tool_events[0].reason}; {hung.tool_events[0].reason}")
 
     figures = {"function": milliseconds(Notes("", 'use = ["own_tools:add"]'))}

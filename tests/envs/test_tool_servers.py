@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,7 +22,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tools import servers
 from nmoe.envs.tools.builtin import load_tools
 from nmoe.envs.tools.executor import AsyncToolExecutor
-from nmoe.envs.tools.mcp_client import PeerError, RefusedArgumentsError
+from nmoe.envs.tools.mcp_client import Peer, PeerError, RefusedArgumentsError
 from nmoe.envs.tools.servers import MOST_LOSSES, ServerTool, ToolServerError, pinned
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.tool import ToolOutput
@@ -94,7 +95,7 @@ class _Peer:
             return ToolOutput("no such word", "tool_error")
         if name == "refuse":
             raise RefusedArgumentsError("no such city")
-        raise PeerError("MCPError: Connection closed; its program wrote: out of memory")
+        raise PeerError("MCPError: Connection closed", "; its program wrote: out of memory, key abc123")
 
 
 @pytest.fixture
@@ -179,7 +180,9 @@ def test_a_server_that_does_not_start_is_named(fake: Fake) -> None:
         pinned(settings())
 
 
-def test_calls_end_as_the_server_says_and_never_in_a_made_up_reply(fake: Fake) -> None:
+def test_calls_end_as_the_server_says_and_never_in_a_made_up_reply(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake.offered += [offer("fail"), offer("refuse"), offer("crash"), offer("slow"), offer("hang")]
     run = runner(settings(rename={"other-tool": "other"}), BUDGET)
     (events,) = run(
@@ -211,7 +214,7 @@ def test_calls_end_as_the_server_says_and_never_in_a_made_up_reply(fake: Fake) -
         ("parse_error", "error (parse_error): the arguments are not what refuse takes: no such city"),
         (
             "environment_error",
-            "error (environment_error): tool server 'notes': MCPError: Connection closed; its program wrote: out of memory",
+            "error (environment_error): tool server 'notes': MCPError: Connection closed",
         ),
         ("ok", "1"),
         ("timeout", "error (timeout): slow took longer than 10 s"),
@@ -219,6 +222,9 @@ def test_calls_end_as_the_server_says_and_never_in_a_made_up_reply(fake: Fake) -
         ("environment_error", "error (environment_error): tool server 'notes': hang took longer than 10 s"),
         ("ok", "1"),
     ]
+    said = "warning: tool server 'notes': MCPError: Connection closed; its program wrote: out of memory, key abc123\n"
+    assert capsys.readouterr().err == said
+    assert "abc123" not in str(events), "records are no place for what a program writes"
 
 
 def test_arguments_that_no_message_carries_are_the_policys_mistake(fake: Fake) -> None:
@@ -292,8 +298,20 @@ def test_a_server_that_is_lost_again_and_again_stops_the_run(fake: Fake) -> None
         run(['add {"x": 1}'])
 
 
-def test_many_that_are_lost_at_once_count_once(fake: Fake) -> None:
+def test_many_that_are_lost_at_once_count_once(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.offered = [offer("sleep", schema=SLEEP)]
+    starts, begun = asyncio.Semaphore(2 * MOST_LOSSES), fake.connected
+
+    @asynccontextmanager
+    async def together(settings: ToolServerSettings) -> AsyncIterator[Any]:
+        """All begin before the first is lost, however slow the machine is."""
+        async with begun(settings) as peer:
+            while 1 < fake.opened <= 2 * MOST_LOSSES:
+                await asyncio.sleep(0.01)
+            yield peer
+
+    monkeypatch.setattr(servers, "connected", together)
+    monkeypatch.setattr(servers, "_starts", lambda: starts)
     budget = BudgetSettings(tool_s=0.3)
     executor = AsyncToolExecutor(load_tools(pinned(settings()), budget), budget)
     fake.answers = False
@@ -307,6 +325,37 @@ def test_many_that_are_lost_at_once_count_once(fake: Fake) -> None:
 
     said = {(event.failure, event.reason) for event in asyncio.run(all_at_once())}
     assert said == {("environment_error", "tool server 'notes': sleep took longer than 0.3 s")}
+
+
+def test_a_call_that_is_cancelled_leaves_no_connection_behind(fake: Fake) -> None:
+    """Also where the episode closed its connections before the call had made one."""
+    fake.offered = [offer("sleep", schema=SLEEP)]
+    (tool,) = load_tools(pinned(settings()), BUDGET).values()
+    assert isinstance(tool, ServerTool)
+    own: dict[servers.ToolServer, servers.Connection] = {}
+
+    async def cancelled() -> None:
+        call = asyncio.create_task(tool.server.call(own, tool, {"seconds": 60}, 60))
+        while fake.opened < 2:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.wait([call])
+
+    asyncio.run(cancelled())
+    deadline = time.monotonic() + 60
+    while fake.open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (fake.opened, fake.open, own) == (2, 0, {})
+
+
+@pytest.mark.parametrize("written", ["key sk-1 refused", "no key"])
+def test_a_programs_last_words_hold_no_value_that_it_was_given(written: str) -> None:
+    with tempfile.TemporaryFile() as words:
+        words.write(written.encode())
+        words.flush()
+        error = Peer(None, words, {"NOTES_KEY": "sk-1"}).error(ConnectionError("closed"))
+    assert str(error) == "ConnectionError: closed"
+    assert error.words == f"; its program wrote: {written.replace('sk-1', '$NOTES_KEY')}"
 
 
 ENVIRONMENT = """

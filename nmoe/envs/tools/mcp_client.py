@@ -27,7 +27,12 @@ _CONNECT_S = 30.0
 
 
 class PeerError(Exception):
-    """A server ended, broke the protocol, or reported an error in place of a tool's reply."""
+    """A server ended, broke the protocol, or reported an error in place of a tool's reply. `words` is what its program wrote last,
+    for the operator alone: it may hold what no record should, so that it is no part of the message."""
+
+    def __init__(self, message: str, words: str = "") -> None:
+        super().__init__(message)
+        self.words = words
 
 
 class RefusedArgumentsError(Exception):
@@ -37,8 +42,9 @@ class RefusedArgumentsError(Exception):
 class Peer:
     """A connected server. Its methods raise PeerError, and are cancelled by their caller's deadline."""
 
-    def __init__(self, client: Any, words: IO[bytes] | None) -> None:
-        self._client, self._words = client, words
+    def __init__(self, client: Any, words: IO[bytes] | None, hidden: Mapping[str, str]) -> None:
+        """`hidden` are values that its program was given, by the names to show for them."""
+        self._client, self._words, self._hidden = client, words, hidden
 
     async def offers(self) -> tuple[OfferedTool, ...]:
         """Returns the tools as the server lists them now."""
@@ -76,10 +82,10 @@ class Peer:
         return ToolOutput(text, "tool_error" if reply.is_error else "ok")
 
     def error(self, error: BaseException) -> PeerError:
-        """Describes a failure, with what the program wrote last."""
+        """Describes a failure."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        return PeerError(f"{type(error).__name__}: {error}{_last(self._words)}")
+        return PeerError(f"{type(error).__name__}: {error}", _last(self._words, self._hidden))
 
 
 @asynccontextmanager
@@ -90,7 +96,7 @@ async def connected(settings: ToolServerSettings) -> AsyncIterator[Peer]:
         from mcp import Client
     async with (_over_pipes if settings.url is None else _over_http)(settings) as (transport, words):
         client = Client(transport, cache=None)
-        peer = Peer(client, words)
+        peer = Peer(client, words, _variables(settings))
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(client)
@@ -104,7 +110,7 @@ async def _over_pipes(settings: ToolServerSettings) -> AsyncIterator[tuple[Any, 
     from mcp import StdioServerParameters, stdio_client
 
     program, *arguments = settings.command
-    env = {name: value for name in settings.env if (value := os.environ.get(name)) is not None}
+    env = _variables(settings)
     with tempfile.TemporaryFile() as words:
         yield stdio_client(StdioServerParameters(command=program, args=arguments, env=env), errlog=words), words
 
@@ -136,6 +142,11 @@ async def _refuse_denial(response: Any) -> None:
         raise PermissionError(f"{response.url} answered {response.status_code} {response.reason_phrase} (token_env)")
 
 
+def _variables(settings: ToolServerSettings) -> dict[str, str]:
+    """Returns the environment variables that the settings hand to a server's program."""
+    return {name: value for name in settings.env if (value := os.environ.get(name)) is not None}
+
+
 def refuse_missing_variables(settings: ToolServerSettings) -> None:
     """Raises UserError if an environment variable is not set that a server needs."""
     named = [*settings.env, *([settings.token_env] if settings.token_env else [])]
@@ -157,10 +168,12 @@ def _shown(block: Any) -> str:
     return f"[{block.type} {kind or 'of no kind'}, not shown]"
 
 
-def _last(words: IO[bytes] | None) -> str:
+def _last(words: IO[bytes] | None, hidden: Mapping[str, str]) -> str:
     if words is None or words.closed:
         return ""
     size = os.fstat(words.fileno()).st_size
     said = os.pread(words.fileno(), 4 * _WORDS, max(0, size - 4 * _WORDS)).decode(errors="replace")
+    for name, value in hidden.items():
+        said = said.replace(value, f"${name}") if value else said
     said = " ".join(said.split())[-_WORDS:]
     return f"; its program wrote: {cut(said, _WORDS)}" if said else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -183,7 +184,13 @@ class ToolServer:
             # The server answers, so the call is what takes long, and its arguments are the policy's.
             output = ToolOutput("", "timeout", reason)
         except PeerError as error:
-            raise self._lost(connection, own, str(error)) from error
+            raise self._lost(connection, own, str(error), error.words) from error
+        except asyncio.CancelledError:
+            # The episode has ended, maybe before it knew of this connection.
+            if own.get(self) is connection:
+                del own[self]
+                connection.retired = True
+            raise
         finally:
             connection.calls -= 1
             if connection.retired and not connection.calls:
@@ -204,17 +211,20 @@ class ToolServer:
     def _wait_s(self) -> float:
         return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._losses - 1)) if self._losses else 0.0
 
-    def _lost(self, connection: Connection, own: dict[ToolServer, Connection], why: str) -> Exception:
-        """Returns the error of a call without a reply, after which the next call gets another connection."""
+    def _lost(self, connection: Connection, own: dict[ToolServer, Connection], why: str, words: str = "") -> Exception:
+        """Returns the error of a call without a reply, after which the next call gets another connection. The `words` of its
+        program go to stderr alone, because the error is recorded."""
         connection.retired, self._checked = True, float("-inf")
         if own.get(self) is connection:
             del own[self]
         if self._shared is connection:
             self._shared = None
         # Of many connections that are lost at once, one counts.
+        said = f"tool server {self.settings.name!r}: {why}"
         if connection.began >= self._lost_at:
             self._losses, self._lost_at = self._losses + 1, time.monotonic()
-        said = f"tool server {self.settings.name!r}: {why}"
+            if words:
+                print(f"warning: {said}{words}", file=sys.stderr, flush=True)
         if self._losses >= MOST_LOSSES:
             return ToolServerError(
                 f"{said}; it was lost {self._losses} times in a row, and answered nothing in between"
@@ -339,7 +349,7 @@ def _listed(settings: ToolServerSettings) -> ToolServerSettings:
     try:
         offers = background().wait(listed())
     except PeerError as error:
-        raise UserError(f"tool server {settings.name!r} cannot be used: {error}") from error
+        raise UserError(f"tool server {settings.name!r} cannot be used: {error}{error.words}") from error
     names = [offer.name for offer in offers]
     if missing := [name for name in (*settings.use, *settings.rename) if name not in names]:
         raise UserError(
