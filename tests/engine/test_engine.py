@@ -219,7 +219,7 @@ def test_one_call_wakes_the_loop_for_all_streams_of_a_step(
     heard_of = engine.run(all_of_them())
     assert [len(deltas) for deltas in heard_of] == [12] * 8
     assert calls.count("_put_all") <= engine.stats().decode_steps
-    assert calls.count("_resolve") == 8
+    assert calls.count("resolve") == 8
 
 
 @pytest.mark.usefixtures("slow")

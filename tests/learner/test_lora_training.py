@@ -102,7 +102,8 @@ def test_a_checkpoint_holds_the_adapter_and_a_reference_to_the_base(tiny_model: 
         "optimizer.json",
         "optimizer.safetensors",
     }
-    assert json.loads((tmp_path / "base.json").read_text()) == {"path": "runs/base", "fingerprint": "f00d"}
+    base = {"path": "runs/base", "fingerprint": "f00d", "expert_profile": "none"}
+    assert json.loads((tmp_path / "base.json").read_text()) == base
     # Four projections of two layers, A and B: [4, 32] and [outputs, 4].
     numbers = 2 * 4 * (4 * 32 + 32 + 16 + 16 + 32)
     assert sum(tensor.numel() for tensor in load_file(tmp_path / "adapter_model.safetensors").values()) == numbers

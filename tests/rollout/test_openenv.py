@@ -14,6 +14,7 @@ from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import openenv
 from nmoe.envs.tasks.own import TaskError
+from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector, UserCodeFailedError
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
@@ -142,7 +143,7 @@ def test_mistakes_of_an_environment_stop_the_run(
 
 @pytest.mark.parametrize("key", ["url", "action"])
 def test_a_record_without_what_a_connection_needs_is_refused(play: Callable[..., Any], key: str) -> None:
-    with pytest.raises(TaskError, match=f"`{key}` of a record for openenv"):
+    with pytest.raises(UserError, match=f"`{key}` of a record for openenv"):
         play(RECORD | {key: ""})
 
 
@@ -158,5 +159,5 @@ def test_a_lost_server_masks_the_sample(play: Callable[..., Any], reply: Any) ->
 
 
 def test_a_password_is_kept_out_of_records(play: Callable[..., Any]) -> None:
-    with pytest.raises(TaskError, match="`url` of a record for openenv has a user or a password"):
+    with pytest.raises(UserError, match="`url` of a record for openenv has a user or a password"):
         play(RECORD | {"url": "http://me:secret@127.0.0.1:8000"})

@@ -18,6 +18,7 @@ from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import ors
 from nmoe.envs.tasks.own import TaskError
+from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector, UserCodeFailedError
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
@@ -119,9 +120,7 @@ def test_a_task_may_be_given_whole(play: Callable[..., Any]) -> None:
     record = {name: value for name, value in RECORD.items() if name not in ("split", "index")}
     _, server = play(record | {"task_spec": {"question": "3+2"}}, result("right", 1.0, True))
     assert server.asked[1][1] == {"env_name": "sums", "task_spec": {"question": "3+2"}}
-    with pytest.raises(
-        (UserCodeFailedError, TaskError), match="names a task by `split` and `index`, or has its `task_spec`"
-    ):
+    with pytest.raises(UserError, match="names a task by `split` and `index`, or has its `task_spec`"):
         play(record)
 
 
@@ -160,7 +159,12 @@ def test_mistakes_of_an_environment_stop_the_run(play: Callable[..., Any], calls
 
 @pytest.mark.parametrize("key", ["url", "env", "tool", "field"])
 def test_a_record_without_a_key_is_refused(play: Callable[..., Any], key: str) -> None:
-    with pytest.raises((UserCodeFailedError, TaskError), match=f"a record for ors needs `{key}`, and it is ''"):
+    said = (
+        "`url` of a record for ors is the address of a server"
+        if key == "url"
+        else f"a record for ors needs `{key}`, and it is ''"
+    )
+    with pytest.raises(UserError, match=said):
         play(RECORD | {key: ""})
 
 
@@ -173,5 +177,5 @@ def test_a_lost_server_masks_the_sample(play: Callable[..., Any], lost: Any) -> 
 
 
 def test_a_password_is_kept_out_of_records(play: Callable[..., Any]) -> None:
-    with pytest.raises(TaskError, match="`url` of a record for ors has a user or a password"):
+    with pytest.raises(UserError, match="`url` of a record for ors has a user or a password"):
         play(RECORD | {"url": "http://me:secret@127.0.0.1:8000"})

@@ -115,7 +115,7 @@ if __name__ == "__main__":
     directory, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     TOKENIZER = Tokenizer.load(directory / "model")
     recipe.NativeEngine = ByScript  # type: ignore[assignment, misc]
-    recipe.sampling_engine = lambda learner, *sizes: ByScript(learner.model, *sizes)  # type: ignore[assignment]
+    recipe.sampling_engine = lambda learner, *sizes: ByScript(learner.model, *sizes[:2])  # type: ignore[assignment]
     here = [str(directory / "config.toml"), f"--run.directory={directory}", *sys.argv[4:]]
     assert attempt([*here, "--run.name=whole"], None) == 0
     rng = random.Random(seed)

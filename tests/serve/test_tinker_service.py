@@ -20,6 +20,7 @@ from tinker_client import datum
 
 from nmoe.errors import StorageError, UserError
 from nmoe.model.checkpoint import fingerprint, load_model
+from nmoe.model.packed_experts import FP8Experts
 from nmoe.serve.openai.process import Options
 from nmoe.serve.tinker import journal as journal_module
 from nmoe.serve.tinker import process, store
@@ -159,9 +160,9 @@ def test_a_model_that_cannot_be_as_it_was_fails(
 
 def test_packed_experts_are_refused(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = load_model(checkpoint)
-    next(iter(packed.moe_layers())).gate_up_packed = torch.zeros(1)  # type: ignore[assignment]
+    next(iter(packed.moe_layers())).down_packed = FP8Experts(1, 2, 2)
     monkeypatch.setattr(process, "load_policy", lambda *_: (packed, None))
-    with pytest.raises(UserError, match="whose experts are in MXFP4 cannot be trained"):
+    with pytest.raises(UserError, match="whose experts are packed cannot be trained"):
         serve(Options(checkpoint, port=0), tmp_path)
 
 

@@ -113,7 +113,7 @@ def test_experts(family: str, width: int, tokens: int, dtype: torch.dtype) -> No
     x = draw(tokens, 32, dtype=dtype)
     with in_use():
         weights_TK, chosen_TK = moe.router(x, RouterTrace())
-        projections = moe._projections(chosen_TK, dtype)
+        projections = moe._projections(dtype)
         at_once_TD = moe._at_once(x, weights_TK, chosen_TK, *projections)
         assert at_once_TD is not None
         close(at_once_TD, moe._routed(x, weights_TK, chosen_TK, *projections))
