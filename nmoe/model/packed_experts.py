@@ -78,6 +78,10 @@ class MXFP4Experts(PackedExperts):
         return mxfp4.dequantised(self.blocks[only], self.scales[only])[0]
 
 
+# The numbers of all bytes.
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
 class FP8Experts(PackedExperts):
     """One byte a number, and four for each output."""
 
@@ -96,7 +100,12 @@ class FP8Experts(PackedExperts):
         self.scales[expert].copy_(scale_1N)
 
     def _dequantised(self, expert: int) -> Tensor:
-        return self.codes[expert].float().mul_(self.scales[expert])
+        codes_DN = self.codes[expert]
+        if codes_DN.device.type != "cpu":
+            return codes_DN.float().mul_(self.scales[expert])
+        # torch converts FP8 number by number on a CPU: 14 ms for 2048 x 1536, where looking them up takes 3.
+        numbers = _E4M3.index_select(0, codes_DN.view(torch.uint8).flatten().int())
+        return numbers.view(codes_DN.shape).mul_(self.scales[expert])
 
 
 class NVFP4Experts(PackedExperts):
