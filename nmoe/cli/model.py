@@ -123,14 +123,14 @@ def harmonize(
 
 def export(
     checkpoint: Checkpoint,
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY")],
+    directory: Annotated[Path | None, typer.Argument(metavar="[DIRECTORY]", show_default=False)] = None,
     format: Literal["hf", "peft"] = "hf",
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
 ) -> None:
     """Export a checkpoint for transformers, servers or PEFT.
 
     Writes weights, configuration, tokenizer and chat template. For a run with [lora], hf merges the adapter into its base, and
-    peft writes the adapter alone.
+    peft writes the adapter alone. Without DIRECTORY the export is kept in the cache, and the same contents are not exported again.
 
     \b
     Example:
@@ -141,11 +141,15 @@ def export(
       nmoe export runs/speedrun/sort_grpo adapter --format peft
 
     Args:
-        directory: Where to write; created if missing, otherwise empty.
+        directory: Where to write; created if missing, otherwise empty. Default: ~/.cache/nmoe/merged/NAME-HASH, with the hash over
+            the contents of checkpoint and base.
         format: hf: a Hugging Face checkpoint, with an adapter merged into its base; peft: the adapter alone.
         dtype: The dtype of the weights; default: as they are stored.
     """
-    from nmoe.runs.conversions import export_checkpoint
+    from nmoe.runs.conversions import export_checkpoint, kept_export
 
+    if directory is None:
+        typer.echo(kept_export(checkpoint, dtype, format))
+        return
     export_checkpoint(checkpoint, directory, dtype, format)
     typer.echo(directory)

@@ -181,7 +181,7 @@ def _hidden(path: Path, suffix: str) -> Path:
 
 
 # What a checkpoint holds beside a model that others load.
-_ONLY_TO_RESUME = shutil.ignore_patterns("optimizer.safetensors", "optimizer.json", STATE, MANIFEST)
+only_to_resume = shutil.ignore_patterns("optimizer.safetensors", "optimizer.json", STATE, MANIFEST)
 # Where other processes write their parts.
 _PARTS = ".parts_"
 
@@ -283,7 +283,7 @@ class Saver:
 
     def _export(self, checkpoint: Path, exports: Path, best: bool) -> None:
         def write(directory: Path) -> None:
-            shutil.copytree(checkpoint, directory, ignore=_ONLY_TO_RESUME, dirs_exist_ok=True)
+            shutil.copytree(checkpoint, directory, ignore=only_to_resume, dirs_exist_ok=True)
 
         exported = save_checkpoint(exports, checkpoint_step(checkpoint), write, self._keep)
         if best:

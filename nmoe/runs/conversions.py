@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from nmoe.model.peft_format import is_adapter, save_adapter
 from nmoe.model.policy import base_of, load_policy, profile_of
 from nmoe.model.upcycle import Upcycling, mixture_of, write_mixture
 from nmoe.parsing import json_object
+from nmoe.runs.checkpoint import only_to_resume
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import bytes_free, whole_directory
 from nmoe.text.harmony import CONTROL_TOKENS, END_OF_TEXT, Harmony
@@ -79,6 +82,25 @@ def export_checkpoint(
         for name in _TOKENIZER_FILES:
             if (source / name).exists():
                 shutil.copyfile(source / name, partial / name)
+
+
+def kept_export(checkpoint: Path, dtype: DTypeName | None = None, format: Literal["hf", "peft"] = "hf") -> Path:
+    """Exports a checkpoint to the cache, unless an export of the same contents is there, and returns its directory:
+    ~/.cache/nmoe/merged/NAME-HASH, or below $XDG_CACHE_HOME. The hash is over the files of the checkpoint, and of its
+    base, if it is an adapter, and the settings. Raises as `export_checkpoint` does."""
+    source = resolve_checkpoint(checkpoint)
+    digest = hashlib.sha256(f"{dtype} {format}".encode())
+    for part in (source, base_of(source)) if is_adapter(source) else (source,):
+        names = sorted(os.listdir(part)) if part.is_dir() else [""]
+        ignored = only_to_resume(str(part), names)
+        for file in (part / name for name in names if name not in ignored):
+            if file.is_file():
+                digest.update(f"{file.name} {sha256_of(file)}\n".encode(errors="surrogateescape"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmoe" / "merged"
+    directory = cache / f"{checkpoint.resolve().name}-{digest.hexdigest()[:16]}"
+    if not directory.exists():
+        export_checkpoint(source, directory, dtype, format)
+    return directory
 
 
 def generation_of(source: Path) -> dict[str, object]:

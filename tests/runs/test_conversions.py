@@ -21,11 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nmoe import cli
 from nmoe.errors import MissingInputError, StorageError, UserError
-from nmoe.model.checkpoint import export_model, load_model, save_model
+from nmoe.model.checkpoint import export_model, fingerprint, load_model, save_model, stored_dtype
 from nmoe.model.config import ModelConfig
 from nmoe.model.gguf.tensors import GGUFTensors
+from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
+from nmoe.model.peft_format import save_adapter
 from nmoe.model.transformer import Transformer
 from nmoe.model.upcycle import Upcycling
 from nmoe.runs import conversions
@@ -121,6 +123,61 @@ def test_what_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(StorageError, match=r"out: cannot be written: No space left"):
         export_checkpoint(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# documented: nmoe export RUN
+def test_an_export_is_kept_by_the_contents_of_adapter_and_base(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = run / "checkpoints" / "step_000010", tmp_path / "tuned"
+    adapter.mkdir()
+
+    def train(by: float) -> None:
+        model = load_model(base).requires_grad_(False)
+        lora = Lora(model, LoraSettings(rank=2, alpha=8), choose(model, ()), str(base), fingerprint(base))
+        lora.initialize(0)
+        with torch.no_grad():
+            for parameter in lora.parameters():
+                parameter.add_(by)
+        save_adapter(lora, adapter)
+
+    def kept(*options: str) -> Path:
+        monkeypatch.setattr(sys, "argv", ["nmoe", "export", str(adapter), *options])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        return Path(capsys.readouterr().out.strip())
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    train(0.1)
+    first = kept()
+    assert first.parent == tmp_path / "cache/nmoe/merged"
+    assert first.name.startswith("tuned-")
+    export_checkpoint(adapter, tmp_path / "asked")
+    assert contents(first) == contents(tmp_path / "asked")
+    half = kept("--dtype", "bfloat16")
+    assert stored_dtype(half) == torch.bfloat16
+
+    train(0.2)
+    other = kept()
+    assert contents(other)["model.safetensors"] != contents(first)["model.safetensors"]
+    (base / "chat_template.jinja").write_text("another")  # a file of the base, and not of its weights
+    again = kept()
+    assert len({first, half, other, again}) == 4
+    (base / "chat_template.jinja").write_text(TEMPLATE)
+    (adapter / "optimizer.json").write_text("{}")  # what only a resumed run reads
+
+    def never(*_: object) -> None:
+        raise AssertionError("exported although it is there")
+
+    monkeypatch.setattr(conversions, "export_checkpoint", never)
+    assert kept() == other
+    train(0.1)
+    assert (kept(), kept("--dtype", "bfloat16")) == (first, half)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_without_harmonys_control_tokens_the_end_is_the_tokenizers(run: Path, tmp_path: Path) -> None:
