@@ -1,17 +1,18 @@
-"""Measures two rounds of self-play on held-out solutions whose errors an oracle knows and self-play never meets.
+"""Measures three rounds of self-play on held-out solutions whose errors an oracle knows and self-play never meets.
 
     python benchmarks/selfplay.py runs/speedrun/base --out runs/selfplay_benchmark
 
 From a base of the speedrun: it learns to add, then the form of the three roles with reviewers that overlook most errors
-(`nmoe.speedrun.roles`), once; then, for each seed, two rounds of `selfplay.toml` with --train. A verifier agrees
-where it gives a solution the score that the oracle gives; a reply without a score disagrees. Paired by solution, before the first
-round against after the last.
+(`nmoe.speedrun.roles`), once; then, for each seed, three rounds of `selfplay.toml` with --train. A verifier agrees
+where it gives a solution the score that the oracle gives; a reply without a score disagrees. Paired by solution: each round against
+the one before, with the seeds' mean for each solution.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -31,6 +32,7 @@ from nmoe.eval.evaluate import sample_problems
 from nmoe.model.policy import load_policy
 from nmoe.recipes.sft import sft
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.storage import step_name
 from nmoe.selfplay.loop import selfplay
 from nmoe.speedrun.roles import LONGEST, SHORTEST, WARM_UP, claim_is_true, write_verifications
 from nmoe.speedrun.steps import score, write_problems
@@ -39,6 +41,8 @@ from nmoe.text.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).parent / "results/selfplay.json"
 HELD_OUT, PROBLEMS, SAMPLES = 400, 1000, 8
+ROUNDS = 3
+MODES = {"greedy": 1, "sampled": SAMPLES}
 ENVIRONMENT = """env_id = "verifications"
 version = "1"
 format = "harmony"
@@ -82,8 +86,8 @@ def options(values: dict[str, Any]) -> list[str]:
     return [f"--{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def play(roles: Path, out: Path, seed: int) -> tuple[Path, float]:
-    """A run of self-play and the seconds it took."""
+def play(roles: Path, out: Path, seed: int) -> tuple[Path, list[Path], float]:
+    """A run of self-play, its verifiers before the first and after each round, and the processor's seconds that it took."""
     overrides = {
         "run.name": f"seed_{seed}",
         "run.directory": str(out),
@@ -91,12 +95,18 @@ def play(roles: Path, out: Path, seed: int) -> tuple[Path, float]:
         "run.resume": "auto",
         "model.path": str(roles),
         "selfplay.train": True,
-        "selfplay.rounds": 2,
+        "selfplay.rounds": ROUNDS,
+        "checkpoint.keep": ROUNDS,
         "selfplay.problem_source": f"deepseek_math_v2_inputs:{out / 'inputs.json'}",
     }
-    began = time.perf_counter()
-    run = selfplay(load_run(CONFIGS / "selfplay.toml", SelfplayConfig, options(overrides)))
-    return run, time.perf_counter() - began
+    config = load_run(CONFIGS / "selfplay.toml", SelfplayConfig, options(overrides))
+    batches = math.ceil(config.selfplay.max_problems / config.batch.prompts_per_step)
+    of_round = batches + config.run.steps // ROUNDS
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every_steps": of_round})})
+    began = time.process_time()
+    run = selfplay(config)
+    after = [run / "checkpoints" / step_name(of_round * round_) / "verifier" for round_ in range(1, ROUNDS + 1)]
+    return run, [roles, *after], time.process_time() - began
 
 
 def agreement(checkpoint: Path, out: Path, samples: int) -> list[float]:
@@ -128,9 +138,12 @@ def labels(run: Path) -> dict[str, Any]:
         right = line["proof"] is not None and score(line["problem"], split_steps(line["proof"])) == 1
         found.setdefault(f"round_{line['round']}", Counter())["right_proofs" if right else "other_proofs"] += 1
     for line in map(json.loads, (run / "proof_meta_verifier_train.jsonl").open()):
-        true = claim_is_true(split_steps(line["proof"]), line["evaluation"])
-        verdict = "confirmed" if line["score"] == 1 else "refuted"
-        found.setdefault(f"round_{line['round']}", Counter())[f"{'true' if true else 'false'}_claims_{verdict}"] += 1
+        counts = found.setdefault(f"round_{line['round']}", Counter())
+        true = "true" if claim_is_true(split_steps(line["proof"]), line["evaluation"]) else "false"
+        if line["confirmed"] is not None:
+            counts[f"{true}_claims_{'confirmed' if line['confirmed'] else 'refuted'}"] += 1
+        if line["settled"]:
+            counts[f"{true}_claims_settled_as_{'true' if line['score'] == 1 else 'false'}"] += 1
     return {name: dict(counts) for name, counts in found.items()} | {
         "counts": json.loads((run / "counts.json").read_text())
     }
@@ -154,36 +167,46 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to write to; runs in it that are done are kept"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--roles", type=Path, help="checkpoint of the roles, in place of warming up the base")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     out = arguments.out.absolute()
     prepare(out)
     roles = arguments.roles or warm_up(arguments.base, out)
-    before = {samples: agreement(roles, out, samples) for samples in (1, SAMPLES)}
+    before = {mode: agreement(roles, out, samples) for mode, samples in MODES.items()}
+    # For each mode and round the agreement on each solution, of each seed.
+    found: dict[str, list[list[list[float]]]] = {mode: [[] for _ in range(ROUNDS + 1)] for mode in MODES}
     results = []
     for seed in arguments.seeds:
-        run, seconds = play(roles, out, seed)
-        last = (run / "checkpoints" / "latest").resolve() / "verifier"
-        result = {
-            "seed": seed,
-            "seconds": seconds,
-            "greedy": compared(before[1], agreement(last, out, 1)),
-            "sampled": compared(before[SAMPLES], agreement(last, out, SAMPLES)),
-            "labels": labels(run),
-        }
-        results.append(result)
-        print(json.dumps(result), flush=True)
-    write_results(RESULTS, {"machine": machine(), **versions("torch"), "held_out": HELD_OUT, "results": results})
-    print("| seed | mode | before | after | difference, 95% |\n|---|---|---|---|---|")
+        run, verifiers, seconds = play(roles, out, seed)
+        result: dict[str, Any] = {"seed": seed, "processor_seconds": seconds}
+        for mode, samples in MODES.items():
+            after = [before[mode], *(agreement(verifier, out, samples) for verifier in verifiers[1:])]
+            for one, of_seed in zip(found[mode], after, strict=True):
+                one.append(of_seed)
+            result[mode] = compared(after[0], after[-1]) | {"rounds": [sum(one) / len(one) for one in after]}
+        results.append(result | {"labels": labels(run)})
+        print(json.dumps(results[-1]), flush=True)
+    rounds = [
+        {"mode": mode, "round": round_, **compared(*(averaged(found[mode][at]) for at in (round_ - 1, round_)))}
+        for mode in MODES
+        for round_ in range(1, ROUNDS + 1)
+    ]
+    settings = {"machine": machine(), **versions("torch"), "held_out": HELD_OUT}
+    write_results(RESULTS, {**settings, "results": results, "rounds": rounds})
+    print(f"| seed | mode | {' | '.join(['before', *(f'round {n}' for n in range(1, ROUNDS + 1))])} |")
     for result in results:
-        for mode in ("greedy", "sampled"):
-            one = result[mode]
-            print(
-                f"| {result['seed']} | {mode} | {one['before']:.1%} | {one['after']:.1%} | "
-                f"{100 * one['difference']:+.1f} [{100 * one['low']:+.1f}, {100 * one['high']:+.1f}] |"
-            )
+        for mode in MODES:
+            print(f"| {result['seed']} | {mode} | {' | '.join(f'{one:.1%}' for one in result[mode]['rounds'])} |")
+    for one in rounds:
+        shown = f"{100 * one['difference']:+.1f} [{100 * one['low']:+.1f}, {100 * one['high']:+.1f}]"
+        print(f"| round {one['round']} | {one['mode']} | {one['before']:.1%} | {one['after']:.1%} | {shown} |")
+
+
+def averaged(of_seeds: list[list[float]]) -> list[float]:
+    """The mean over seeds for each solution."""
+    return [sum(values) / len(values) for values in zip(*of_seeds, strict=True)]
 
 
 if __name__ == "__main__":

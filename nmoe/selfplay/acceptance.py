@@ -2,9 +2,9 @@
 
 Acceptance (section 2.3). No single analysis is trusted. Every analysis that reports a defect is checked by m meta-verifications,
 and is confirmed when a majority of them agrees. A proof gets the lowest score that any analysis gives, where at least k analyses
-with that score are confirmed. It gets 1 where every analysis was read and no claim of a defect is confirmed. All other proofs are
-discarded. A missing analysis may hide a defect: a proof with an analysis that is lost or unreadable, or with a claim whose checks
-are missing or decide nothing, never gets 1.
+with that score are confirmed. It gets 1 where the confirmed claims of a defect are fewer than half of k. All other proofs are
+discarded. A missing analysis may hide a defect: one that is lost or unreadable, and a claim whose checks are missing or decide
+nothing, counts as a confirmed claim where a proof could get 1.
 
 Rewards (sections 2.1 and 2.2). s' is the score that a completion gives, s the score that the proof was accepted with:
 
@@ -77,15 +77,33 @@ class Acceptance:
 def accept(analyses: Sequence[Analysis], confirmations: int) -> Acceptance:
     """Decides with which score a proof is accepted, by the rule above with k = `confirmations` >= 1."""
     assert confirmations >= 1, "an unconfirmed score is no label"
-    if any(analysis.stands for analysis in analyses):
+    confirmed = sum(analysis.stands is True for analysis in analyses)
+    unchecked = sum(analysis.stands is None for analysis in analyses)
+    unread = sum(analysis.score is None for analysis in analyses)
+    if confirmed:
         lowest = min(analysis.score for analysis in analyses if analysis.score is not None)
         standing = tuple(n for n, one in enumerate(analyses) if one.score == lowest and one.stands)
-        return Acceptance("accepted", lowest, standing) if len(standing) >= confirmations else Acceptance("unconfirmed")
-    if any(analysis.stands is None for analysis in analyses):
-        return Acceptance("unchecked")
-    if not analyses or any(analysis.score is None for analysis in analyses):
-        return Acceptance("unread")
-    return Acceptance("accepted", PERFECT, tuple(n for n, one in enumerate(analyses) if one.score == PERFECT))
+        if len(standing) >= confirmations:
+            return Acceptance("accepted", lowest, standing)
+    if analyses and 2 * (confirmed + unchecked + unread) < confirmations:
+        return Acceptance("accepted", PERFECT, tuple(n for n, one in enumerate(analyses) if one.score == PERFECT))
+    if confirmed:
+        return Acceptance("unconfirmed")
+    return Acceptance("unchecked" if unchecked else "unread")
+
+
+def is_true(analysis: Analysis, score: Fraction | None, repeated: bool) -> bool | None:
+    """Returns whether the claim of an analysis is true, as far as the score that its proof was accepted with settles it; None if
+    that is unknown, as for a proof that was not accepted.
+
+    No claim about a proof with 1 is true, even if its checks confirm it. A claim about another proof is false if its checks refute
+    it. It is true if it stands, gives the proof's score, and is `repeated`: no other claim with this score is made more often.
+    """
+    if score is None:
+        return None
+    if score == PERFECT or analysis.stands is False:
+        return False
+    return True if analysis.stands and analysis.score == score and repeated else None
 
 
 def meta_score(checks: Sequence[Fraction | None]) -> float | None:

@@ -275,7 +275,12 @@ class Selfplay(Recipe):
             collector(roles.meta_verifier, judge),
             batch.group_size,
             Sampling(**config.sampling.model_dump()),
-            Judges(section.verifications, section.meta_verifications, section.confirmations),
+            Judges(
+                section.verifications,
+                section.meta_verifications,
+                section.confirmations,
+                section.more_verifications,
+            ),
             context,
         )
         if section.train:
@@ -319,7 +324,8 @@ class Selfplay(Recipe):
             f"{pool.source}: {self.problems.records:,} records, {self.problems.duplicates:,} of them duplicates, "
             f"{self.environment.overlong:,} too long for the context with {self.config.sampling.max_new_tokens:,} new tokens",
             f"round: {schedule.problems:,} problems x {batch.group_size} proofs = {proofs:,} proofs, x {section.verifications} "
-            f"verifications = {judged:,}, x at most {section.meta_verifications} checks = {judged * section.meta_verifications:,}",
+            f"verifications = {judged:,}, x at most {section.meta_verifications} checks = {judged * section.meta_verifications:,}; "
+            f"{section.more_verifications} more verifications of a proof in doubt",
             f"run: {schedule.rounds} rounds of {schedule.batches:,} steps that play and {schedule.updates:,} that train "
             f"= {schedule.steps:,} steps",
             f"accepted: the lowest score with {section.confirmations} verifications that more than half of their checks confirm",

@@ -8,6 +8,8 @@ what. Requests of one kind run side by side, since the next kind needs all their
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -16,7 +18,15 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.proofs import UNKNOWN, Proof, WrittenEvaluation, read_evaluation, read_proof, read_score
 from nmoe.rollout.collector import Collector
-from nmoe.selfplay.acceptance import Acceptance, Analysis, accept, generator_reward, meta_score, verifier_reward
+from nmoe.selfplay.acceptance import (
+    Acceptance,
+    Analysis,
+    accept,
+    generator_reward,
+    is_true,
+    meta_score,
+    verifier_reward,
+)
 from nmoe.trajectory import Trajectory
 from nmoe.types import Problem, Sampling
 
@@ -25,13 +35,15 @@ from nmoe.types import Problem, Sampling
 class JudgedEvaluation:
     """An evaluation of a proof, by a verifier or by the proof's author, with the meta-verifications (`checks`) of its claims.
     `asked` counts the requested checks: 0 if no defect is claimed, the text is no evaluation, or the question does not fit the
-    context. `checks` excludes checks lost to the infrastructure.
+    context. `checks` excludes checks lost to the infrastructure. `true`: whether its claim is, as far as the proof's accepted score
+    settles it.
     """
 
     trajectory: Trajectory
     evaluation: WrittenEvaluation | None
     checks: list[Trajectory] = field(default_factory=list)
     asked: int = 0
+    true: bool | None = None
 
     @property
     def analysis(self) -> Analysis:
@@ -39,6 +51,11 @@ class JudgedEvaluation:
         scores = [read_score(check.grade.answer) if check.grade.answer else None for check in self.checks]
         lost = [None] * (self.asked - len(self.checks))
         return Analysis(None if self.evaluation is None else self.evaluation.score, (*scores, *lost))
+
+    @property
+    def label(self) -> bool | None:
+        """Whether the claim is true: as the proof's score settles it, else as the majority of its checks says; None without one."""
+        return self.analysis.stands if self.true is None else self.true
 
     @property
     def meta(self) -> float | None:
@@ -72,16 +89,40 @@ class Attempted:
         return None if self.acceptance is None else self.acceptance.score
 
     @property
+    def asked(self) -> int:
+        """The number of verifications that were requested, with those that were lost."""
+        return len(self.analyses) + self.lost
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the verifications disagree too much: the proof was not accepted, or with the score of a minority of them."""
+        if self.acceptance is None:
+            return False
+        return self.score is None or (self.score < 1 and 2 * len(self.acceptance.evidence) < self.asked)
+
+    @property
     def trajectories(self) -> list[Trajectory]:
         """All trajectories about the proof: the proof, its verifications, and the meta-verifications of these and of the
         self-evaluation.
         """
-        judged = [*([self.own] if self.own else []), *self.analyses]
         return [
             self.trajectory,
             *(one.trajectory for one in self.analyses),
-            *(check for one in judged for check in one.checks),
+            *(check for _, one in self.judged for check in one.checks),
         ]
+
+    @property
+    def judged(self) -> list[tuple[str, JudgedEvaluation]]:
+        """The evaluations whose claims are checked, with their names: own, v0, v1, ..."""
+        own = [] if self.own is None else [("own", self.own)]
+        return [*own, *((f"v{n}", one) for n, one in enumerate(self.analyses))]
+
+    @property
+    def repeated(self) -> set[str]:
+        """The texts of the verifications with the accepted score that no other text among them is repeated more often than."""
+        evidence = [] if self.acceptance is None else [self.analyses[index] for index in self.acceptance.evidence]
+        counts = Counter(one.evaluation.text for one in evidence if one.evaluation is not None)
+        return {text for text, count in counts.items() if count == max(counts.values())}
 
     def generator_reward(self) -> float | None:
         """Returns the proof's reward, 0 for a completion that is no proof. None if it is unknown: the proof was not accepted, or
@@ -104,13 +145,14 @@ class Attempted:
 
 @dataclass(frozen=True)
 class Judges:
-    """How many verifications a proof gets, how many checks a claim gets, and how many confirmations a score needs:
-    `Judges(verifications=8, checks=3, confirmations=2)`.
+    """How many verifications a proof gets, how many checks a claim gets, how many confirmations a score needs, and how many
+    verifications are added for a proof in doubt: `Judges(verifications=8, checks=3, confirmations=2, more=8)`.
     """
 
     verifications: int
     checks: int
     confirmations: int
+    more: int
 
 
 class SelfPlay:
@@ -144,16 +186,25 @@ class SelfPlay:
         """
         groups = self._generator.collect(problems, self._proofs, self._sampling, (*key, "generator")).groups
         attempts = [self._read(trajectory) for group in groups for trajectory in group.trajectories]
-        self._verify(attempts, key)
-        judged = [
-            (one, attempt, name)
-            for attempt in attempts
-            for name, one in [("own", attempt.own), *((f"v{n}", one) for n, one in enumerate(attempt.analyses))]
-            if one is not None
-        ]
-        self._check(judged, key)
-        asyncio.run(self._accept([attempt for attempt in attempts if attempt.analyses]))
+        self._judge(attempts, self._judges.verifications, "", key)
+        doubtful = [attempt for attempt in attempts if attempt.doubtful]
+        if doubtful and self._judges.more:
+            self._judge(doubtful, self._judges.more, "/more", (*key, "more"))
+        asyncio.run(self._grade([attempt for attempt in attempts if attempt.acceptance is not None]))
         return attempts
+
+    def _judge(self, attempts: Sequence[Attempted], count: int, name: str, key: tuple[str | int, ...]) -> None:
+        """Adds `count` verifications to every proof, checks their claims, and decides with which score each proof is accepted."""
+        self._verify(attempts, count, name, key)
+        judged = [(one, attempt, name) for attempt in attempts for name, one in attempt.judged if not one.asked]
+        self._check(judged, key)
+        for attempt in attempts:
+            if attempt.analyses:
+                # A proof that is verified more often needs more confirmations, in proportion.
+                needed = math.ceil(self._judges.confirmations * attempt.asked / self._judges.verifications)
+                lost = [Analysis(None)] * attempt.lost
+                attempt.acceptance = accept([*(one.analysis for one in attempt.analyses), *lost], needed)
+                attempt.outcome = attempt.acceptance.outcome
 
     def _read(self, trajectory: Trajectory) -> Attempted:
         if not trajectory.trainable:
@@ -165,24 +216,23 @@ class SelfPlay:
             attempt.own = JudgedEvaluation(trajectory, proof.evaluation)
         return attempt
 
-    def _verify(self, attempts: Sequence[Attempted], key: tuple[str | int, ...]) -> None:
-        """Samples verifications of every proof; a proof that leaves no room for one in the context becomes "overlong", and one
-        whose verifications are all lost becomes "lost"."""
+    def _verify(self, attempts: Sequence[Attempted], count: int, name: str, key: tuple[str | int, ...]) -> None:
+        """Samples `count` verifications of every proof; a proof that leaves no room for one in the context becomes "overlong", and
+        one whose verifications are all lost becomes "lost"."""
         asked = []
         for attempt in attempts:
             if attempt.proof is not None:
-                problem = self._posed("proof_verification", attempt, "", {"proof": attempt.proof.solution})
+                problem = self._posed("proof_verification", attempt, name, {"proof": attempt.proof.solution})
                 if self._fits(problem):
                     asked.append((attempt, problem))
                 else:
                     attempt.outcome, attempt.own = "overlong", None
-        problems, count = [problem for _, problem in asked], self._judges.verifications
+        problems = [problem for _, problem in asked]
         groups = self._verifier.collect(problems, count, self._sampling, (*key, "verifier")).groups
         for (attempt, _), group in zip(asked, groups, strict=True):
-            attempt.analyses = [
-                JudgedEvaluation(one, self._evaluation(one)) for one in group.trajectories if one.trainable
-            ]
-            attempt.lost = len(group.trajectories) - len(attempt.analyses)
+            kept = [one for one in group.trajectories if one.trainable]
+            attempt.analyses += [JudgedEvaluation(one, self._evaluation(one)) for one in kept]
+            attempt.lost += len(group.trajectories) - len(kept)
             if not attempt.analyses:
                 attempt.outcome, attempt.own = "lost", None
 
@@ -204,19 +254,20 @@ class SelfPlay:
         for (one, _), group in zip(asked, groups, strict=True):
             one.checks = [check for check in group.trajectories if check.trainable]
 
-    async def _accept(self, attempts: Sequence[Attempted]) -> None:
-        """Decides with which score each proof is accepted, and grades its verifications and checks by that decision."""
+    async def _grade(self, attempts: Sequence[Attempted]) -> None:
+        """Grades the verifications of each proof by the score that it was accepted with, and the checks by what that settles, or
+        by their majority where it settles nothing."""
         for attempt in attempts:
-            lost = [Analysis(None)] * attempt.lost
-            acceptance = accept([*(one.analysis for one in attempt.analyses), *lost], self._judges.confirmations)
-            attempt.acceptance, attempt.outcome = acceptance, acceptance.outcome
-            for one in [*([attempt.own] if attempt.own else []), *attempt.analyses]:
-                stands = one.analysis.stands
-                if stands is not None:
-                    one.checks = [await self._graded(check, Fraction(stands)) for check in one.checks]
-            if acceptance.score is not None:
+            repeated = attempt.repeated
+            for _, one in attempt.judged:
+                if one.analysis.claims and one.evaluation is not None:
+                    one.true = is_true(one.analysis, attempt.score, one.evaluation.text in repeated)
+                label = one.label
+                if label is not None:
+                    one.checks = [await self._graded(check, Fraction(label)) for check in one.checks]
+            if attempt.score is not None:
                 for one in attempt.analyses:
-                    one.trajectory = await self._graded(one.trajectory, acceptance.score)
+                    one.trajectory = await self._graded(one.trajectory, attempt.score)
 
     def _posed(self, task_type: str, attempt: Attempted, name: str, record: Mapping[str, str]) -> Problem:
         """Returns a problem of this task type that asks about a proof; its gold answer is unknown."""

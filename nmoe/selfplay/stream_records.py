@@ -93,17 +93,18 @@ def _verifier_line(attempt: Attempted) -> dict[str, Any]:
 
 
 def _meta_lines(attempt: Attempted) -> Iterator[dict[str, Any]]:
-    """Yields a training record for each evaluation that its checks confirm or refute. `score` is 1 or 0, by the majority of the
-    checks.
+    """Yields a training record for each evaluation whose claims are known to be true or false, by the score of the proof or by
+    the majority of the checks. `score` is then 1 or 0, and `settled` says whether the proof's score settles it.
     """
-    own = [] if attempt.own is None else [("own", attempt.own)]
-    for name, one in [*own, *((f"v{index}", one) for index, one in enumerate(attempt.analyses))]:
-        if one.checks and one.analysis.stands is not None:
+    for name, one in attempt.judged:
+        if one.checks and one.label is not None:
             yield {
                 **_proof(attempt),
                 **_evaluation(one),
                 "id": f"{_id(attempt)}/{name}",
-                "score": float(one.analysis.stands),
+                "score": float(one.label),
+                "settled": one.true is not None,
+                "confirmed": one.analysis.stands,
                 "prompt_ids": list(one.checks[0].prompt_ids),
                 "checks": [{"score": _number(_score(check)), **_tokens(check)} for check in one.checks],
             }

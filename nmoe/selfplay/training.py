@@ -10,6 +10,7 @@ takes the same ones.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -30,19 +31,25 @@ from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 
 def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory]:
-    """Returns a round's verifications that give the accepted score of a proof, for a score below 1 only the confirmed ones.
-    Identical verifications of one proof count once, since a repeated judgement adds no evidence.
+    """Returns a round's verifications that give the accepted score of a proof, for a score below 1 only the confirmed ones. Of
+    each proof these are the most repeated ones, each once (`most_repeated`).
     """
     found: list[Trajectory] = []
     for line in lines:
-        if line["round"] != round_:
-            continue
-        seen = set()
-        for analysis in line["analyses"]:
-            if analysis["evidence"] and tuple(analysis["token_ids"]) not in seen:
-                seen.add(tuple(analysis["token_ids"]))
-                found.append(_trajectory(line["id"], line["prompt_ids"], analysis, analysis["reward"]))
+        if line["round"] == round_:
+            chosen = most_repeated([one for one in line["analyses"] if one["evidence"]])
+            found += [_trajectory(line["id"], line["prompt_ids"], one, one["reward"]) for one in chosen]
     return found
+
+
+def most_repeated(completions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the completions whose text is repeated most often among these, each text once; all of them if all differ. A model
+    slips in many ways, and does it right in few.
+    """
+    counts = Counter(tuple(one["token_ids"]) for one in completions)
+    most = max(counts.values(), default=0)
+    first = {tuple(one["token_ids"]): one for one in reversed(completions)}
+    return [first[ids] for ids, count in counts.items() if count == most]
 
 
 def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConfig) -> list[RewardedGroup]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import AsyncGenerator, Coroutine
@@ -65,20 +66,22 @@ class ByScript:
     def reply(self, request: Request, index: int) -> Sample:
         rng = random.Random(stable_hash(request.prompt_ids, request.sampling.seed, index, self.version))
         prompt = TOKENIZER.decode(request.prompt_ids)
-        score = rng.choice(("0", "0", "0.5", "1"))
+        # Nobody finds anything in some of the solutions, so that these are accepted with 1.
+        right = re.search("## Solution\n4\\+[12]\\D", prompt) is not None
+        score = "1" if right else rng.choice(("0", "0", "0.5", "1"))
         evaluation = f"{OPENING}\nStep {rng.randint(1, 3)}.\n{CLOSING} {score}"
         reasoning, answer = evaluation, score
         if "## Evaluation\n" in prompt:
             answer = rng.choice(("0", "1", "1"))
         elif "## Solution\n" not in prompt:
             answer = f"## Solution\n4+{rng.randint(1, 9)}\n\n## Self Evaluation\n{evaluation}"
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 and not right:
             answer = "no idea"
         messages = [
             Message("assistant", text, channel=name) for text, name in ((reasoning, "analysis"), (answer, "final"))
         ]
         ids = Harmony(TOKENIZER).render_completion(messages)
-        cut = rng.random() < 0.1
+        cut = rng.random() < 0.1 and not right
         ids = ids[:-3] if cut else ids
         return Sample(ids, [-0.5] * len(ids), [self.version] * len(ids), "length" if cut else "stop")
 

@@ -137,7 +137,7 @@ def test_rated_proofs_go_through_the_pipeline(tmp_path: Path, tokenizer: Tokeniz
     proofs: dict[str, str] = {}
     context = 60_000
     collector = Collector(ScriptedEngine(script), environment, context)
-    judges = Judges(VERIFICATIONS, 1, 1)
+    judges = Judges(VERIFICATIONS, 1, 1, 0)
     play = SelfPlay(environment, collector, collector, collector, 1, Sampling(20_000), judges, context)
     attempts = play.play(environment.pool.take(6), (0, "selfplay", 1))
     found = {}

@@ -34,7 +34,15 @@ from nmoe.learner.objectives import cross_entropy
 from nmoe.model.config import ModelConfig
 from nmoe.rl.experience import policy_batch
 from nmoe.rollout.collector import Collector
-from nmoe.selfplay.acceptance import Acceptance, Analysis, accept, generator_reward, meta_score, verifier_reward
+from nmoe.selfplay.acceptance import (
+    Acceptance,
+    Analysis,
+    accept,
+    generator_reward,
+    is_true,
+    meta_score,
+    verifier_reward,
+)
 from nmoe.selfplay.play import Attempted, Judges, SelfPlay
 from nmoe.selfplay.training import RoundTraining
 from nmoe.text.harmony import Harmony
@@ -92,6 +100,12 @@ def claim(score: Fraction, confirmed: int, of: int = 3) -> Analysis:
         ([], 1, Acceptance("unread")),
         ([Analysis(None), Analysis(ALL)], 1, Acceptance("unread")),
         ([Analysis(None), claim(NONE, 3)], 1, Acceptance("accepted", NONE, (1,))),
+        # Confirmed claims, or missing ones, that are fewer than half of k are outvoted.
+        ([claim(NONE, 3), *[Analysis(ALL)] * 3], 3, Acceptance("accepted", ALL, (1, 2, 3))),
+        ([Analysis(None), *[Analysis(ALL)] * 3], 3, Acceptance("accepted", ALL, (1, 2, 3))),
+        ([Analysis(NONE), *[Analysis(ALL)] * 3], 3, Acceptance("accepted", ALL, (1, 2, 3))),
+        ([claim(NONE, 3), Analysis(None), *[Analysis(ALL)] * 3], 4, Acceptance("unconfirmed")),
+        ([claim(NONE, 3), *[Analysis(ALL)] * 3], 2, Acceptance("unconfirmed")),
     ],
 )
 def test_acceptance(analyses: list[Analysis], k: int, acceptance: Acceptance) -> None:
@@ -116,11 +130,14 @@ def test_acceptance_by_its_definition(analyses: list[Analysis], k: int, rng: obj
         for one in claims
         if not one.checks or len([c for c in one.checks if c in (ALL, None)]) > len(one.checks) / 2
     ]
+    k = min(k, max(1, len(analyses)))
     result = accept(analyses, k)
-    if certain:
-        assert result.score == (min(read) if certain.count(min(read)) >= k else None)
+    if certain and certain.count(min(read)) >= k:
+        assert result.score == min(read)
     else:
-        assert result.score == (ALL if analyses and not possible and len(read) == len(analyses) else None)
+        # Anything that is missing may be a confirmed claim, and even then there are fewer than half of k.
+        doubts = len(possible) + len(analyses) - len(read)
+        assert result.score == (ALL if analyses and 2 * doubts < k else None)
     assert all(analyses[place].score == result.score for place in result.evidence)
     # In whatever order the analyses come.
     assert accept(analyses[::-1], k).score == result.score
@@ -324,6 +341,7 @@ def played(
     *,
     samples: int = 2,
     context: int = 4096,
+    more: int = 0,
     sandbox: FakeSandbox | None = None,
 ) -> tuple[list[Attempted], list[str]]:
     """A batch of two problems, answered by script: `answers(prompt, index)` gives reasoning and answer. Also the prompts asked.
@@ -357,7 +375,9 @@ def played(
 
     sandboxes = None if sandbox is None else FakeSandboxes(sandbox)
     collector = Collector(ScriptedEngine(script), environment, context, sandboxes)
-    play = SelfPlay(environment, collector, collector, collector, samples, Sampling(1000), Judges(4, 3, 2), context)
+    play = SelfPlay(
+        environment, collector, collector, collector, samples, Sampling(1000), Judges(4, 3, 2, more), context
+    )
     problems = sorted(environment.pool.take(2), key=lambda problem: problem.id)
     return play.play(problems, (0, "selfplay", 1)), asked
 
@@ -392,12 +412,87 @@ def test_a_batch(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None
     assert [check.grade.score for check in first.analyses[3].checks] == [1.0, 1.0, 1.0]
     assert first.own is not None
     assert first.own.checks == []
+    assert [one.true for _, one in first.judged if one.analysis.claims] == [False]
+    assert [one.true for _, one in second.judged if one.analysis.claims] == [True] * 3
     # Two prompts to solve, four to verify, three claims of each wrong proof and one of each right one to check.
     assert len(asked) == 2 + 4 + 8
     assert len(second.trajectories) == 1 + 4 + 9
     # Nobody saw a gold, nor did a judge see what the author thinks of the proof.
     assert not any('"answer"' in prompt or "Self WrittenEvaluation\n" + OPENING in prompt for prompt in asked)
     assert all("Adding." not in prompt for prompt in asked)
+
+
+@pytest.mark.parametrize(
+    ("claims_again", "score", "true"),
+    [
+        # One claim of eight is outvoted: the proof is right, and the claim false although its checks confirm it.
+        (0, ALL, [False]),
+        # Two of eight are too many to be outvoted, and too few for a label: nothing is settled.
+        (1, None, [None, None]),
+        # With more verifications k = 2 of 4 becomes 4 of 8. Only the claim that is made most often is settled as true.
+        (2, None, [None, None, None]),
+        (3, NONE, [None, True, True, True]),
+    ],
+)
+def test_a_proof_in_doubt_is_verified_again(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    harmony: Harmony,
+    claims_again: int,
+    score: Fraction | None,
+    true: list[bool | None],
+) -> None:
+    """One of four verifications claims a defect, and its checks confirm it; of the next four `claims_again` claim another."""
+    began: dict[str, int] = {}
+
+    def answers(prompt: str, index: int) -> tuple[str, str]:
+        if "## Evaluation\n" in prompt:
+            return "Looking.", "1"
+        if "## Solution\n" in prompt:
+            began[prompt] = began.get(prompt, 0) + (index == 0)
+            claims, step = (1, 1) if began[prompt] == 1 else (claims_again, 2)
+            finds = index < claims
+            return evaluation(
+                f"Step {step} is wrong." if finds else "Right.", "0" if finds else "1"
+            ), "0" if finds else "1"
+        return "Adding.", proof("4+7=12", "Right.", "1")
+
+    attempts, _ = played(tmp_path, tokenizer, harmony, answers, samples=1, more=4)
+    for attempt in attempts:
+        assert len(attempt.analyses) == 8
+        assert (attempt.score, attempt.outcome) == (score, "unconfirmed" if score is None else "accepted")
+        claims = [one for one in attempt.analyses if one.analysis.claims]
+        assert [one.true for one in claims] == true
+        assert all(one.analysis.stands for one in claims)
+        labels = [one.true is not False for one in claims]
+        assert [{check.grade.score for check in one.checks} for one in claims] == [{float(label)} for label in labels]
+        # The second four are problems of their own, so that their bundles and seeds are.
+        ids = {one.trajectory.problem.id: one.trajectory.index for one in attempt.analyses}
+        assert len(ids) == 2
+        assert len({one.trajectory.seed for one in attempt.analyses}) == 2
+    # Where all agree, nobody is asked again.
+    agreed, _ = played(tmp_path, tokenizer, harmony, wrong_proof(lambda index: ("Looking.", "1")), samples=1, more=4)
+    assert [len(attempt.analyses) for attempt in agreed] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("analysis", "score", "repeated", "true"),
+    [
+        (claim(NONE, 3), ALL, True, False),
+        (Analysis(NONE), ALL, False, False),
+        (claim(NONE, 3), NONE, True, True),
+        (claim(NONE, 3), NONE, False, None),
+        (claim(NONE, 1), NONE, True, False),
+        (Analysis(NONE, (None, None, None)), NONE, True, None),
+        (claim(HALF, 3), NONE, True, None),
+        (claim(NONE, 3), None, True, None),
+        (claim(NONE, 0), None, True, None),
+    ],
+)
+def test_what_the_score_of_a_proof_settles(
+    analysis: Analysis, score: Fraction | None, repeated: bool, true: bool | None
+) -> None:
+    assert is_true(analysis, score, repeated) is true
 
 
 def test_every_role_may_use_tools(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None:

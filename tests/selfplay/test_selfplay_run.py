@@ -45,6 +45,7 @@ path = "{directory}/model"
 problem_source = "deepseek_math_v2_inputs:{directory}/inputs.json"
 max_problems = 7
 verifications = 4
+more_verifications = 2
 confirmations = 1
 [sampling]
 max_new_tokens = 400
@@ -144,11 +145,24 @@ def check_streams(run: Path, rounds: int) -> None:
             assert not analysis["evidence"] or analysis["confirmed"] in (True, None)
     meta = streams["proof_meta_verifier_train.jsonl"]
     assert {line["score"] for line in meta} == {0.0, 1.0}  # both labels are kept
-    # Every line's majority is certain: what its unreadable checks could have said would not change it.
+    # The majority of its checks decides about a claim if it is certain: what unreadable checks could have said would not change it.
+    accepted_with = {(line["round"], line["id"]): line["score"] for line in verifier}
     for line in meta:
         scores = [check["score"] for check in line["checks"]]
-        assert (scores.count(1.0) > len(scores) / 2) == bool(line["score"])
-        assert line["score"] or scores.count(1.0) + scores.count(None) <= len(scores) / 2
+        confirmed = True if scores.count(1.0) > len(scores) / 2 else None
+        if scores.count(1.0) + scores.count(None) <= len(scores) / 2:
+            confirmed = False
+        assert line["confirmed"] == confirmed
+        # The score of an accepted proof settles it, above all that no claim about a right proof is true.
+        of_proof = accepted_with.get((line["round"], line["id"].rpartition("/")[0]))
+        if of_proof == 1.0:
+            assert (line["settled"], line["score"]) == (True, 0.0)
+        else:
+            assert confirmed is not None
+            assert line["score"] == confirmed
+            assert not line["settled"] or (
+                of_proof is not None and (line["evaluation_score"] == of_proof or not confirmed)
+            )
     assert 0 < sum(len(line["checks"]) for line in meta) < sum(counts["failures/meta_verifier"].values())
     generator = streams["proof_generator_train.jsonl"]
     assert outcomes["no_proof"] < len(generator) <= len(verifier) + outcomes["no_proof"]
@@ -212,8 +226,11 @@ def test_what_is_trained_on(directory: Path) -> None:
     line = {"id": "p/0", "round": 1, "score": 0.0, "prompt_ids": [1, 2]}
     line["analyses"] = [analysis([3, 4], True), analysis([3, 4], True), analysis([5], False), analysis([6], True)]
     found = evidence(iter([line, {**line, "round": 2}]), 1)
-    assert [trajectory.token_ids for trajectory in found] == [[3, 4], [6]]
+    assert [trajectory.token_ids for trajectory in found] == [[3, 4]]
     assert found[0].prompt_ids == (1, 2)
+    # Of verifications that all differ there is no most repeated one.
+    line["analyses"] = [analysis([3, 4], True), analysis([6], True), analysis([5], False)]
+    assert [trajectory.token_ids for trajectory in evidence(iter([line]), 1)] == [[3, 4], [6]]
     # Of a verification with a tool only what the verifier sampled is trained on, each turn after what came before it.
     called = analysis([3, 4, 7, 7, 5], True) | {"mask": [1, 1, 0, 0, 1]}
     (trajectory,) = evidence(iter([{**line, "analyses": [called]}]), 1)

@@ -267,10 +267,13 @@ class SelfplaySection(Section):
     """maximum problems per round"""
     verifications: int = Field(default=8, gt=0)
     """verifications of each proof (n)"""
+    more_verifications: int = Field(default=8, ge=0)
+    """verifications added to a proof that is in doubt after the first n: it is not accepted, or with a score that less than half of
+    them give and confirm"""
     meta_verifications: int = Field(default=3, gt=0)
     """checks of each verification that claims a defect (m)"""
     confirmations: int = Field(default=2, gt=0)
-    """number of confirmed verifications needed to accept the lowest score (k)"""
+    """number of confirmed verifications, of n, needed to accept the lowest score (k); it grows in proportion if more are added"""
     verifier: str | None = Field(default=None, min_length=1)
     """checkpoint of the verifier and meta-verifier; default: model.path, as the generator"""
     meta_verifier_urls: Array[str] = ()
