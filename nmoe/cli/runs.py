@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -196,26 +197,49 @@ def log_attempt(
 
 def sync(
     target: Annotated[str, typer.Argument(metavar="HOST:DIR")],
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...")],
+    paths: Annotated[list[Path] | None, typer.Argument(metavar="[PATH...]", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
+    evaluation: Annotated[str | None, typer.Option("--eval", metavar="ARGUMENTS", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", show_default=False)] = None,
+    python: Annotated[str | None, typer.Option(metavar="PYTHON", show_default=False)] = None,
+    fetch: Annotated[str | None, typer.Option(metavar="NAME", show_default=False)] = None,
 ) -> None:
-    """Copy code and runs to a second machine, and check them there.
+    """Copy code and runs to a second machine, check them there, and evaluate there.
 
     The commit of this repository is copied as a git bundle to DIR/code, and the paths by rsync to the
-    same paths below DIR. Commit and SHA-256 sums are checked on the second machine.
+    same paths below DIR. Commit, SHA-256 sums and versions of packages are compared with the ones here.
 
     \b
     Example:
       nmoe runs sync spare:work runs/base data/pool.jsonl --dry-run
+    Example, an evaluation there, and its result:
+      nmoe runs sync spare:work runs/base --eval "runs/base sort" --name base-sort
+      nmoe runs sync spare:work --fetch base-sort
 
     Args:
         target: Where to, as ssh names it; or a directory.
         paths: Runs, adapters and data files to copy.
         dry_run: Say what would be copied, and copy nothing.
+        evaluation: Then start nmoe eval there with these arguments, in tmux or by nohup, with a log.
+        name: The name of the evaluation.
+        python: The Python there; default: code/.venv/bin/python, else python3.
+        fetch: Copy the result of the evaluation of this name to evals/HOST/NAME, and nothing else.
     """
+    from nmoe.errors import UserError
+    from nmoe.runs.second_machine import compare_packages, fetch_evaluation, start_evaluation
     from nmoe.runs.sync import sync as synchronise
 
-    for line in synchronise(target, paths, dry_run):
+    if fetch is not None:
+        if paths or dry_run or evaluation is not None:
+            raise UserError("--fetch copies one result here; leave out paths, --dry-run and --eval")
+        lines = fetch_evaluation(target, fetch)
+    elif evaluation is None:
+        lines = chain(synchronise(target, paths or [], dry_run), () if dry_run else compare_packages(target, python))
+    elif dry_run:
+        raise UserError("--dry-run starts no evaluation; leave out --eval")
+    else:
+        lines = chain(synchronise(target, paths or [], dry_run), start_evaluation(target, evaluation, name, python))
+    for line in lines:
         typer.echo(line)
 
 

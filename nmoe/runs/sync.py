@@ -5,6 +5,7 @@ sums that were taken here, and the code with its commit.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,12 +16,14 @@ from pathlib import Path
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.runs.provenance import changed_files, checkout_at, git
 from nmoe.runs.running import is_running
-from nmoe.runs.storage import sha256_of
+from nmoe.runs.storage import sha256_of, storage_errors
 
 BUNDLE = "code.bundle"
+# What the shells of other machines say.
+_NO_RSYNC = re.compile(r"rsync: (command )?not found|command not found: rsync")
 
 
-class _Target:
+class Target:
     """The target of a copy: `HOST:DIR`, reached by ssh or the command in RSYNC_RSH, or a directory of this machine, such as a
     mounted one."""
 
@@ -34,16 +37,39 @@ class _Target:
             raise UserError(f"{text!r}: write the path without ~; one without / before it starts in the home there")
         if not self.host:
             self.directory = str(Path(self.directory).absolute())
-        self.rsync = f"{self.host}:{self.directory}/" if self.host else f"{self.directory}/"
+        self.url = f"{self.host}:{self.directory}/" if self.host else f"{self.directory}/"
 
     def run(self, script: str, given: str = "") -> str:
         """Runs a shell script in the target directory and returns its output. Raises UserError with its message if it fails."""
         there = shlex.quote(self.directory)
         script = f"mkdir -p -- {there} && cd -- {there} && {script}"
-        shell = (
-            [*shlex.split(os.environ.get("RSYNC_RSH", "ssh")), self.host, script] if self.host else ["sh", "-c", script]
-        )
-        return _run(shell, self.host or self.directory, given)
+        return _run(self._command(script), self.host or self.directory, given)
+
+    def shell(self, script: str) -> str:
+        """Returns the command that runs a shell script there, for a message."""
+        return shlex.join(self._command(script))
+
+    def fetch(self, name: str, directory: Path) -> None:
+        """Copies all that the directory `name` there contains to a directory here. Raises UserError if that fails."""
+        _need_rsync()
+        with storage_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.rsync("--archive", "--checksum", "--protect-args", "--", f"{self.url}{name}/", f"{directory}/")
+
+    def rsync(self, *arguments: str) -> str:
+        """Runs rsync and returns its output. Raises UserError if it fails or is missing there."""
+        try:
+            return _run(["rsync", *arguments], "rsync")
+        except UserError as error:
+            if self.host and _NO_RSYNC.search(str(error)):
+                install = self.shell("apt-get install rsync")
+                raise UserError(f"{self.host}: rsync is not installed there; run: {install}") from error
+            raise
+
+    def _command(self, script: str) -> list[str]:
+        if not self.host:
+            return ["sh", "-c", script]
+        return [*shlex.split(os.environ.get("RSYNC_RSH", "ssh")), self.host, script]
 
 
 def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
@@ -54,16 +80,15 @@ def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
     Raises UserError for a path that does not exist or is elsewhere, for a run that is being written, and if rsync or git is missing
     or fails; InfrastructureError if the copy differs from the original.
     """
-    to = _Target(target)
-    if shutil.which("rsync") is None:
-        raise UserError(
-            "rsync is not installed, here or in the PATH; run: apt-get install rsync (the other machine needs it, too)"
-        )
+    to = Target(target)
+    _need_rsync()
     names = [_below(path) for path in paths]
     yield from _sync_code(to, dry_run)
     if dry_run:
-        changes = _rsync(to, names, "--dry-run", "--mkpath").splitlines()
+        changes = _rsync(to, names, "--dry-run", "--mkpath").splitlines() if names else []
         yield from (f"would copy {line}" for line in changes if not line.endswith("/"))
+        return
+    if not names:
         return
     to.run("true")
     _rsync(to, names)
@@ -75,10 +100,17 @@ def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
     except UserError as error:
         raise InfrastructureError(f"the copy differs from the original: {error}; sync again") from error
     size = sum(os.stat(file).st_size for file in sums)
-    yield f"{len(sums):,} files ({size:,} bytes) in {to.rsync}, their SHA-256 sums the same there"
+    yield f"{len(sums):,} files ({size:,} bytes) in {to.url}, their SHA-256 sums the same there"
 
 
-def _sync_code(to: _Target, dry_run: bool) -> Iterator[str]:
+def _need_rsync() -> None:
+    if shutil.which("rsync") is None:
+        raise UserError(
+            "rsync is not installed, here or in the PATH; run: apt-get install rsync (the other machine needs it, too)"
+        )
+
+
+def _sync_code(to: Target, dry_run: bool) -> Iterator[str]:
     checkout = checkout_at(Path.cwd())
     if checkout is None or checkout.commit is None:
         yield "no code: the working directory is in no git repository with a commit"
@@ -86,13 +118,13 @@ def _sync_code(to: _Target, dry_run: bool) -> Iterator[str]:
     if changed_files(checkout.top):
         yield "warning: changes that no commit holds stay here; commit them to send them"
     if dry_run:
-        yield f"would send commit {checkout.commit} to {to.rsync}code"
+        yield f"would send commit {checkout.commit} to {to.url}code"
         return
     to.run("true")
     with tempfile.TemporaryDirectory() as directory:
         bundle = Path(directory) / BUNDLE
         git(checkout.top, "bundle", "create", "--quiet", str(bundle), "HEAD")
-        _run(["rsync", "--checksum", "--protect-args", str(bundle), to.rsync], "rsync")
+        to.rsync("--checksum", "--protect-args", str(bundle), to.url)
     # A directory that is no repository lies perhaps in another one, whose files git would then change.
     there = to.run(
         "if [ -e code ] && [ ! -e code/.git ]; then echo none; exit; fi; "
@@ -102,16 +134,16 @@ def _sync_code(to: _Target, dry_run: bool) -> Iterator[str]:
     )
     if there.strip() == "none":
         raise UserError(
-            f"{to.rsync}code: is no git repository, so no code can be put there; move it, or name another DIR"
+            f"{to.url}code: is no git repository, so no code can be put there; move it, or name another DIR"
         )
     arrived, *changed = there.splitlines()
     if changed:
         raise InfrastructureError(
-            f"{to.rsync}code: has changes, which are left alone: {', '.join(changed[:5])}; commit or stash them there"
+            f"{to.url}code: has changes, which are left alone: {', '.join(changed[:5])}; commit or stash them there"
         )
     if arrived != checkout.commit:
-        raise InfrastructureError(f"{to.rsync}code is at {arrived}, not at {checkout.commit}; sync again")
-    yield f"commit {arrived} in {to.rsync}code"
+        raise InfrastructureError(f"{to.url}code is at {arrived}, not at {checkout.commit}; sync again")
+    yield f"commit {arrived} in {to.url}code"
 
 
 def _below(path: Path) -> str:
@@ -128,10 +160,10 @@ def _below(path: Path) -> str:
     return str(full.relative_to(Path.cwd()))
 
 
-def _rsync(to: _Target, names: Sequence[str], *options: str) -> str:
+def _rsync(to: Target, names: Sequence[str], *options: str) -> str:
     # Links to other disks (`nmoe.runs.record_links`) are followed; those within a run, such as checkpoints/best, stay links.
     standing = ("--archive", "--checksum", "--relative", "--copy-unsafe-links", "--protect-args", "--exclude=.lock")
-    return _run(["rsync", *standing, "--out-format=%n", *options, "--", *names, to.rsync], "rsync")
+    return to.rsync(*standing, "--out-format=%n", *options, "--", *names, to.url)
 
 
 def _files(name: str) -> Iterator[str]:

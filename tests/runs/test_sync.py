@@ -47,15 +47,17 @@ def git(directory: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str = "") -> None:
-    """A command in ssh's place, which runs what it is given here, in a home of its own, and notes the host."""
-    (tmp_path / "home").mkdir()
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str = "", path: Path | None = None) -> None:
+    """A command in ssh's place, which runs what it is given here, in a home of its own, and notes the host. `path` is the PATH
+    there."""
+    (tmp_path / "home").mkdir(exist_ok=True)
     script = tmp_path / "fake ssh"
     lines = [
         "#!/bin/sh",
         f'echo "$1" >> "{tmp_path}/hosts"',
         "shift",
         f'cd "{tmp_path}/home"',
+        f'export PATH="{path or "$PATH"}"',
         'sh -c "$*"',
         "ended=$?",
         then,
