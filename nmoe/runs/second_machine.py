@@ -32,8 +32,9 @@ for name in json.load(sys.stdin):
         versions[name] = None
 print(json.dumps({"python": sys.executable, "nmoe": importlib.util.find_spec("nmoe") is not None, "versions": versions}))
 """
+# tmux ends a session that holds its terminal open no longer: hence the third descriptor.
 _SCRIPT = """cd "$(dirname "$0")/../.." || exit
-exec >evals/{name}/log.txt 2>&1 </dev/null
+exec 3>&1 >evals/{name}/log.txt 2>&1 </dev/null
 echo $$ >evals/{name}/pid
 PYTHONPATH="$PWD/code${{PYTHONPATH:+:$PYTHONPATH}}" {command}
 echo $? >evals/{name}/ended && mv evals/{name}/ended evals/{name}/exit

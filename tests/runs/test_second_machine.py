@@ -138,6 +138,21 @@ def test_in_tmux_where_there_is_one(there: Path, tmp_path: Path) -> None:
     ended(there, "two")
 
 
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux here")
+def test_tmux_keeps_it(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session whose terminal nothing holds open is ended by tmux."""
+    (tmp_path / "tools/tmux").symlink_to(str(shutil.which("tmux")))
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))  # a server of its own, which ends with its session
+    list(start_evaluation(TARGET, "runs/base sort", "one"))
+    deadline = time.monotonic() + 120
+    while not (there / "evals/one/log.txt").exists() or not (there / "evals/one/log.txt").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (there / "go").touch()
+    ended(there, "one")
+    assert list(fetch_evaluation(TARGET, "one"))[-1] == "evals/spare/one/result.json"
+
+
 def test_one_that_failed_or_was_killed_says_so_and_starts_again(there: Path) -> None:
     (there / "go").write_text("3")
     list(start_evaluation(TARGET, "runs/base sort", "one"))
