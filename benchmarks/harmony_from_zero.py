@@ -257,7 +257,7 @@ def configuration(name: str, seed: int) -> Record:
         sources = [environment["task_pool"] | source for source in curriculum.sources]
         environment["task_pool"] = {"type": "mixture", "sources": sources}
     if curriculum.stages:
-        environment["curriculum"] = {"window_steps": 2, "stages": curriculum.stages}
+        environment["curriculum"] = {"window_steps": 2, "order": "any", "stages": curriculum.stages}
         del environment["rubric"]
     else:
         environment["rubric"] = dict(curriculum.rubric)

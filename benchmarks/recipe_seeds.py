@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
+import random
 import resource
 import statistics
 import subprocess
@@ -27,14 +29,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from machine import calibration_s, machine, versions
 from result_files import Record, read_records, write_records
 from speedrun_seeds import as_measured
 
-from nmoe.config.packaged import CONFIGS
+from nmoe.config.loader import load_environment
+from nmoe.config.modes import mode_of
+from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools import build_pool
+from nmoe.eval.subject import open_subject
 from nmoe.runs.ledger import read_metrics
+from nmoe.speedrun.corpus import SKILLS, columns
+from nmoe.statistics import Estimate, paired_mean_difference
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/recipe_seeds.json"
@@ -92,6 +100,76 @@ def write_demonstrations(path: Path) -> None:
             thought = " ".join(sorted(problem.question.removeprefix("Sort: ")))
             said = {"role": "assistant", "reasoning_content": thought, "content": problem.gold}
             file.write(json.dumps({"messages": [{"role": "user", "content": problem.question}, said]}) + "\n")
+
+
+# Words of the base's that nothing needs, and how often a thought may begin with them.
+RAMBLE, RAMBLES = "well let me see now", 6
+THOUGHTS = {"reverse": "from the back", "sort": "smallest first"}
+
+
+def teach_rambling(directory: Path) -> None:
+    """Fine-tunes the speedrun's trained model on right answers to its own problems, behind thoughts that begin with more or fewer
+    needless words: a model that is right, whose habit is long, and whose shortest solution is short."""
+    rng, records = random.Random(0), directory.with_suffix(".jsonl")
+    with records.open("w") as file:
+        for name, (difficulty, _) in SKILLS.items():
+            settings = GeneratedPool(type="generated", task_type=name, difficulty=difficulty, seed=7)
+            for problem in {one.question: one for one in build_pool(name, settings).take(1000)}.values():
+                worked = " ".join(columns(problem.question)) if name == "add" else THOUGHTS[name]
+                thought = " ".join([*[RAMBLE] * rng.randint(0, RAMBLES), worked])
+                said = {"role": "assistant", "reasoning_content": thought, "content": problem.gold}
+                file.write(json.dumps({"messages": [{"role": "user", "content": problem.question}, said]}) + "\n")
+    settings = ("epochs=2", "tokens_per_step=4096", "held_out=0.05", f"path={records}")
+    nmoe(
+        *("sft", "sft", "--run.directory=runs/speedrun", f"--run.name={directory.name}", "--model.path=runs/speedrun"),
+        *("--optimizer.learning_rate=1e-3", *(f"--records.{one}" for one in settings)),
+    )
+
+
+def write_last_stage(path: Path) -> None:
+    """The environment `skills` in its last stage from the first step on."""
+    environment = tomllib.loads((ENVIRONMENTS / "skills.toml").read_text())
+    environment["rubric"] = environment.pop("curriculum")["stages"][-1]["weights"]
+    path.write_text(tomli_w.dumps(environment))
+
+
+@cache
+def answers(run: Path) -> list[tuple[float, float]]:
+    """Of 200 held-out problems of `skills`, eight samples each at temperature 1: the share that is right, and the tokens of a right
+    one in the mean, NaN where none is."""
+    with open_subject(
+        run, load_environment(ENVIRONMENTS / "skills.toml"), 200, on_held_out=True, max_tokens=96
+    ) as subject:
+        groups = subject.sample(200, mode_of(samples=8, temperature=1.0), 0)
+    right = [[t.sampled_tokens for t in group.trajectories if t.grade.extras["correctness"] == 1] for group in groups]
+    return [
+        (len(tokens) / len(group.trajectories), statistics.fmean(tokens) if tokens else math.nan)
+        for tokens, group in zip(right, groups, strict=True)
+    ]
+
+
+def bounds(estimate: Estimate) -> list[float]:
+    """The value with the ends of its interval."""
+    assert estimate.interval is not None
+    return [estimate.value, estimate.interval.low, estimate.interval.high]
+
+
+@cache
+def shortened(run: Path) -> Record:
+    """The tokens of right answers before and after the stage of efficiency, over the problems that are solved in both, how much
+    shorter they became, and the share of right answers; differences with the paired 95% interval over problems."""
+    before, after = answers(SPEEDRUN / "rambling"), answers(run)
+    both = [(one, other) for (_, one), (_, other) in zip(before, after, strict=True) if one == one and other == other]
+    tokens = paired_mean_difference(*zip(*both, strict=True))
+    right = paired_mean_difference([one for one, _ in before], [one for one, _ in after])
+    first, last = (statistics.fmean(column) for column in zip(*both, strict=True))
+    return {
+        "shorter": 1 - last / first,
+        "tokens": [first, last],
+        "tokens_change": bounds(tokens),
+        "right": [statistics.fmean(share for share, _ in one) for one in (before, after)],
+        "right_change": bounds(right),
+    }
 
 
 def stages_opened(run: Path) -> float:
@@ -162,6 +240,24 @@ RECIPES: Mapping[str, Recipe] = {
         (TOOLS_BASE,),
     ),
     "five_stages": Recipe(("rl", "train"), stages_opened, 5, (TOOLS_BASE, STAGES_BASE), stage_by_stage),
+    "efficiency": Recipe(
+        ("rl", "train"),
+        lambda run: shortened(run)["shorter"],
+        0.1,
+        (("rambling", teach_rambling), ("efficiency.toml", write_last_stage)),
+        shortened,
+        configuration="speedrun",
+        overrides=(
+            "--model.path=runs/speedrun/rambling",
+            "--environment.path=runs/speedrun/efficiency.toml",
+            "--run.steps=30",
+            "--sampling.max_new_tokens=96",
+            "--batch.group_size=8",
+            "--batch.max_refills=0",
+            "--algorithm.advantage=dr_grpo",
+            "--eval=[]",
+        ),
+    ),
     "verifier": Recipe(("verifier",), last("verifier_f1"), 0.9),
     "fp8": Recipe(
         ("rl", "train"),

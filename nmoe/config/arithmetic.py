@@ -97,9 +97,9 @@ def asynchrony_notes(config: RLConfig) -> list[str]:
     ]
     if algorithm.correction == "none" and algorithm.loss != "dppo":
         lines.append('nothing corrects for samples of older weights; algorithm.correction = "tis" does')
-    if section.overdue == "drop" and algorithm.length_penalty:
+    if section.overdue == "drop" and config.environment.rewards_efficiency:
         lines.append(
-            'biased: async.overdue = "drop" gives up long samples, and algorithm.length_penalty compares the lengths of the rest; '
+            'biased: async.overdue = "drop" gives up long samples, and the weight of efficiency compares the lengths of the rest; '
             '"wait" keeps all'
         )
     return lines

@@ -356,16 +356,8 @@ class RLConfig(AdaptableConfig, _Asynchronous):
         if self.asynchrony.max_staleness:
             yield from self._asynchrony_conflicts()
         yield from self._placement_conflicts()
-        if "open" in task_types(self.environment.task_pool):
-            if self.batch.favour_unsolved:
-                yield Conflict(
-                    "batch.favour_unsolved", "open problems are never solved, so they would be drawn most often"
-                )
-            if self.algorithm.length_penalty:
-                yield Conflict(
-                    "algorithm.length_penalty",
-                    "pays for short right answers, and open problems have none; use algorithm.overlong_buffer or a [[rewards]]",
-                )
+        if "open" in task_types(self.environment.task_pool) and self.batch.favour_unsolved:
+            yield Conflict("batch.favour_unsolved", "open problems are never solved, so they would be drawn most often")
         if self.sampling.temperature == 0:
             yield Conflict("sampling.temperature", "at 0 all completions of a group are equal, so nothing is learned")
         for index, probe in enumerate(self.eval):
@@ -428,8 +420,6 @@ class RLConfig(AdaptableConfig, _Asynchronous):
             yield Conflict(
                 "batch.group_size", f'must be at least 2: advantage = "{algorithm.advantage}" compares within a group'
             )
-        if algorithm.length_penalty and self.batch.group_size < 2:
-            yield Conflict("algorithm.length_penalty", "compares lengths within a group, and batch.group_size is 1")
         if algorithm.overlong_buffer > self.sampling.max_new_tokens:
             yield Conflict(
                 "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from nmoe.config.base import MAX_SEED, Array, Conflict, NameIn, Section, duplicates
 from nmoe.config.registry import TASKS
 from nmoe.config.tables.pools import GeneratedPool, MixturePool, ReasoningGymPool, TaskPool, task_types
-from nmoe.config.tables.rewards import CurriculumSettings, RewardConfig, Rubric
+from nmoe.config.tables.rewards import CurriculumSettings, RewardConfig, Rubric, Weights
 from nmoe.config.tables.rollout import BudgetSettings, ToolsSettings, WorkspaceSettings
 
 
@@ -116,12 +116,19 @@ class EnvironmentSettings(Section):
                 if weights.all_zero:
                     yield Conflict(key, "all weights are 0, so every reward would be 0")
 
+    @property
+    def rewards_efficiency(self) -> bool:
+        """Whether efficiency has a weight in the rubric or in a stage."""
+        return any(one.efficiency for one in self._weights())
+
+    def _weights(self) -> list[Weights]:
+        stages = () if self.curriculum is None else self.curriculum.stages
+        return [*(stage.weights for stage in stages), *([] if self.rubric is None else [self.rubric])]
+
     def _rewards_open_problems(self) -> bool:
         """Returns whether anything other than correctness and efficiency is rewarded, so that open problems (without an answer) can
         earn a reward."""
-        stages = () if self.curriculum is None else self.curriculum.stages
-        weights = [*(stage.weights for stage in stages), *([] if self.rubric is None else [self.rubric])]
-        beside = any(any(one.model_dump(exclude={"correctness", "efficiency"}).values()) for one in weights)
+        beside = any(any(one.model_dump(exclude={"correctness", "efficiency"}).values()) for one in self._weights())
         return beside or any(reward.weight for reward in self.rewards)
 
 

@@ -4,7 +4,8 @@ Reinforcement learning amplifies what a model already does sometimes; it has not
 never does. Two rules of thumb follow. Below 95% well-formed responses, fine-tune on well-formed examples first. Below
 5% correct samples, most groups are all wrong, have equal rewards, and teach nothing. Format and reasoning are measured
 separately: a model that solves problems but formats the answer wrongly needs different examples than a model that has
-the format but cannot solve them.
+the format but cannot solve them. Reasoning is judged by a rubric (`nmoe.grading.reasoning`), which looks for more than a text
+that is not blank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from nmoe.errors import UserError
 from nmoe.eval.evaluate import effortful
 from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import open_subject
-from nmoe.grading.extraction import from_response
+from nmoe.grading.extraction import from_response, last_boxed
+from nmoe.grading.reasoning import REASONING_FAULTS, ReasoningFault, reasoning_fault
 from nmoe.runs.resolve import tokens_sampled, trained_on
 from nmoe.statistics import binomial_interval, share_interval
 from nmoe.trajectory import Group, Trajectory
@@ -125,7 +127,7 @@ def report(
     yield f"{count} problems of {environment.settings.env_id}{' (' + ', '.join(levels) + ')' if levels else ''}, greedy"
     yield f"format     {_rate(formed)} have the form {environment.settings.format!r} and end by themselves"
     yield from _endings(trajectories)
-    yield f"reasoning  {_rate([t.grade.extras['reasoning_ok'] == 1 for t in trajectories])} reason before they answer, in form"
+    yield from _reasoning(environment, [trajectory for trajectory in trajectories if _is_formed(trajectory)], count)
     if any(isinstance(TASKS[t.problem.task_type], OpenTask) for t in trajectories):
         yield "           open problems: no answer is right or wrong"
         yield _advice(trajectories, ())
@@ -137,6 +139,24 @@ def report(
     if sampled:
         yield from _learnable(sampled)
     yield _advice(trajectories, sampled)
+
+
+def _reasoning(environment: Environment, formed: Sequence[Trajectory], count: int) -> Iterator[str]:
+    """Yields the share of `count` answers that reason before they answer, in form, and why others in form do not."""
+    faults = Counter(_fault_of_reasoning(environment, trajectory) for trajectory in formed)
+    rate = _rate([True] * faults[None] + [False] * (count - faults[None]))
+    yield f"reasoning  {rate} reason about the problem before they answer, in form"
+    if others := ", ".join(f"{faults[name]} {name}" for name in REASONING_FAULTS if faults[name]):
+        yield f"           others in form have, before the answer, {others}"
+
+
+def _fault_of_reasoning(environment: Environment, trajectory: Trajectory) -> ReasoningFault | None:
+    """Judges the reasoning of all turns; in plain text, what stands before the box."""
+    said = [environment.renderer.said(turn.said_ids) for turn in trajectory.turns]
+    thoughts = [reasoning for reasoning, _ in said if reasoning]
+    if environment.settings.format == "boxed" and (box := last_boxed(said[-1][1])):
+        thoughts = [said[-1][1][: box.start]]
+    return reasoning_fault(trajectory.problem.question, "\n".join(thoughts), trajectory.grade.answer)
 
 
 def _is_formed(trajectory: Trajectory) -> bool:

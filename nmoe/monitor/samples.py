@@ -51,7 +51,7 @@ class TruncationRule(Rule[TruncationSection]):
     source = "training guidelines, early smoke-test criteria: truncated below 50%; tuning playbook, high truncation"
     remedies = (
         "raise sampling.max_new_tokens",
-        "set algorithm.length_penalty, or algorithm.overlong_buffer",
+        "give efficiency a weight in [rubric], or set algorithm.overlong_buffer",
         "teach shorter answers by a small SFT phase",
     )
 
@@ -71,7 +71,7 @@ class LengthRule(Rule[LengthSection]):
     source = "training guidelines, tier 3: response length; tuning playbook, length collapse"
     remedies = (
         "read samples/: a reward may pay for length alone",
-        "set algorithm.length_penalty against growth; weigh correctness more against collapse",
+        "give efficiency a weight in [rubric] against growth; weigh correctness more against collapse",
         "raise algorithm.kl_coef",
     )
 

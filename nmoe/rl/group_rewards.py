@@ -1,4 +1,4 @@
-"""Computes the rewards of a group's samples: the graders' scores, and rewards for length.
+"""Computes the rewards of a group's samples: the graders' scores, efficiency by comparison, and the penalty for length.
 
 It does so once, when the group has been sampled. The sampler drops a group whose rewards are equal, and advantages are estimated
 from the rewards of the others.
@@ -21,8 +21,8 @@ from nmoe.trajectory import Group, Trajectory
 # Added to a denominator that may be 0.
 EPSILON = 1e-6
 
-# By the keys that ask for them, in brackets, which no name of another reward has.
-_BY_LENGTH = ("[overlong_buffer]", "[length_penalty]")
+# By the key that asks for it, in brackets, which no name of another reward has.
+_OVERLONG = "[overlong_buffer]"
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class RewardedGroup:
 
 
 class GroupRewards:
-    """Computes, from the grades of a group's samples, each sample's rewards before advantages: the score, with rewards and
-    penalties for length, by `multi_reward` and the length settings of [algorithm]."""
+    """Computes, from the grades of a group's samples, each sample's rewards before advantages: the score, in which efficiency is
+    the place among the group's right samples, with the penalty for length, by `multi_reward` and `overlong_buffer` of
+    [algorithm]."""
 
     def __init__(self, algorithm: AlgorithmSection, token_limit: int) -> None:
         """Keeps the settings. `token_limit` is the largest number of tokens that the policy can sample for one sample, from which
@@ -56,17 +57,22 @@ class GroupRewards:
     def of(self, group: Group) -> RewardedGroup:
         """Returns the group with its rewards.
 
-        Under `multi_reward = "sum"` there is one reward: the grade's score plus the rewards for length. Under "gdpo" each weighted
-        component of the rubric and each reward for length is a separate reward.
+        Under `multi_reward = "sum"` there is one reward: the grade's score plus the penalty for length. Under "gdpo" each weighted
+        component of the rubric and the penalty for length is a separate reward.
         """
         samples = group.trainable
         if not samples:
             return RewardedGroup(group, samples, {}, {}, differs=False)
-        by_length, length_weights = self._by_length(samples)
+        unused_G = torch.tensor([sample.grade.components.get("efficiency", torch.nan) for sample in samples])
+        correct_G = torch.tensor([sample.grade.extras.get("correctness") == 1 for sample in samples])
+        places_G = efficiency_places(unused_G, correct_G)
+        buffer = self._algorithm.overlong_buffer
         if self._algorithm.multi_reward == "sum":
             scores_G = torch.tensor([sample.grade.score for sample in samples])
-            for name, rewards_G in by_length.items():
-                scores_G = scores_G + length_weights[name] * rewards_G
+            weights_G = torch.tensor([sample.grade.weights.get("efficiency", 0.0) for sample in samples])
+            scores_G = scores_G + weights_G * (places_G - unused_G).nan_to_num(0.0)
+            if buffer:
+                scores_G = scores_G + self._overlong(samples)
             rewards, weights = {"score": scores_G}, {"score": 1.0}
         else:
             weights = {name: weight for one in samples for name, weight in one.grade.weights.items() if weight}
@@ -74,20 +80,15 @@ class GroupRewards:
                 name: torch.tensor([sample.grade.components.get(name, torch.nan) for sample in samples])
                 for name in weights
             }
-            rewards, weights = rewards | by_length, weights | length_weights
+            if "efficiency" in rewards:
+                rewards["efficiency"] = places_G
+            if buffer:
+                rewards[_OVERLONG], weights[_OVERLONG] = self._overlong(samples), 1.0
         return RewardedGroup(group, samples, rewards, weights, self._differ(samples, rewards))
 
-    def _by_length(self, samples: Sequence[Trajectory]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        algorithm, tokens_G = self._algorithm, torch.tensor([sample.sampled_tokens for sample in samples])
-        rewards, weights = dict[str, Tensor](), dict[str, float]()
-        overlong, shorter = _BY_LENGTH
-        if algorithm.overlong_buffer:
-            rewards[overlong] = overlong_penalty(tokens_G, self._token_limit, algorithm.overlong_buffer)
-            weights[overlong] = 1.0
-        if algorithm.length_penalty:
-            correct_G = torch.tensor([sample.grade.extras["correctness"] == 1 for sample in samples])
-            rewards[shorter], weights[shorter] = length_penalty(tokens_G, correct_G), algorithm.length_penalty
-        return rewards, weights
+    def _overlong(self, samples: Sequence[Trajectory]) -> Tensor:
+        tokens_G = torch.tensor([sample.sampled_tokens for sample in samples])
+        return overlong_penalty(tokens_G, self._token_limit, self._algorithm.overlong_buffer)
 
     def _differ(self, samples: Sequence[Trajectory], rewards: Mapping[str, Tensor]) -> bool:
         algorithm = self._algorithm
@@ -113,7 +114,7 @@ def _steps_differ(samples: Sequence[Trajectory], algorithm: AlgorithmSection) ->
 def joined(groups: Sequence[RewardedGroup]) -> tuple[Tensor, Tensor]:
     """Stacks the named rewards of all groups, `[B, R]` with NaN for a missing one, and their weights, `[R]`."""
     weights = {name: weight for one in groups for name, weight in one.weights.items()}
-    names = [*sorted(weights.keys() - set(_BY_LENGTH)), *(name for name in _BY_LENGTH if name in weights)]
+    names = [*sorted(weights.keys() - {_OVERLONG}), *([_OVERLONG] if _OVERLONG in weights else [])]
     columns = [
         torch.cat([one.rewards.get(name, torch.full((len(one.samples),), torch.nan)) for one in groups])
         for name in names
@@ -175,15 +176,18 @@ def overlong_penalty(tokens_G: Tensor, max_tokens: int, buffer_tokens: int) -> T
     return (-over_G / buffer_tokens).clamp(-1.0, 0.0).float()
 
 
-def length_penalty(tokens_G: Tensor, correct_G: Tensor) -> Tensor:
-    """Computes Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), `[G]`: with `l = 0.5 - (n - min) / (max - min)` over
-    the sampled tokens n of the group, `l` for a correct answer and `min(0, l)` for a wrong one; 0 where all lengths are equal."""
-    tokens_G = tokens_G.double()
-    shortest, longest = tokens_G.aminmax()
-    if shortest == longest:
-        return torch.zeros(len(tokens_G))
-    rewards_G = 0.5 - (tokens_G - shortest) / (longest - shortest)
-    return torch.where(correct_G.bool(), rewards_G, rewards_G.clamp(max=0.0)).float()
+def efficiency_places(unused_G: Tensor, correct_G: Tensor) -> Tensor:
+    """Computes the reward for efficiency, `[G]`: the share of the group's right samples that left less unused than this one, where
+    equal ones, itself among them, count half; 0 for a wrong sample, NaN where `unused_G` is NaN.
+
+    The right samples of any group have a mean of 0.5, so that brevity competes with brevity alone, and however short samples
+    already are, the shorter half is paid. Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3) compares within a group,
+    too, but by the distance to the shortest and longest of all samples, wrong ones among them.
+    """
+    unused_C = unused_G[correct_G]
+    places_G = torch.zeros_like(unused_G)
+    places_G[correct_G] = ((unused_C[:, None] > unused_C).float() + 0.5 * (unused_C[:, None] == unused_C)).mean(1)
+    return places_G.where(~unused_G.isnan(), torch.nan)
 
 
 def _group_sums(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ computes the sum and its output is the answer. In the rest the call copies anoth
 is not JSON or names an unknown tool, or the answer is guessed without a call.
 
 The corpus for `five_stages.toml` also asks for sums. It contains every behaviour that this environment rewards, but
-none of them reliably: most calls are in vain, some documents think before they answer, at more or less length, and some
-give the answer on no channel, where it does not count.
+none of them reliably: most calls are in vain, some documents think before they answer and work out by hand, column by
+column, some of what the tool is going to do, and some give the answer on no channel, where it does not count.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ def _digit_steps(left: str, right: str, carries: bool) -> Worked:
         carry = total // 10 if carries else 0
     last = total // 10
     return " ".join(steps), (str(last) if last else "") + digits
+
+
+def columns(question: str) -> list[str]:
+    """Returns the columns of a sum from the right: `["7+5=12", "4+8+1=13"]` for "Add: 47 + 85"."""
+    return _digit_steps(*question.removeprefix("Add: ").split(" + "), carries=True)[0].split()
 
 
 def _add(rng: random.Random, question: str, gold: str) -> Worked:
@@ -317,8 +322,10 @@ def _guess(rng: random.Random, gold: str) -> str:
 # Shares of the documents that think first, and whose answer is on no channel. An answer left in the analysis would do as well, but
 # then thinking and broken form go together, and the first stage unlearns what the second rewards.
 THINKS, UNANSWERED = 0.5, 0.15
-# From terse to wordy, so that efficiency has something to choose from.
-THOUGHTS = ("let me see", "well let me see now", "well let me see now well let me see now")
+# Who thinks works out columns of the sum by hand, though the tool is going to do it: as many as are drawn, all of them twice at
+# most. The thought may end behind each, so that samples still differ in length once they are right, and efficiency has something
+# to choose from.
+THOUGHT, PASSES = "let me see", 2
 
 
 class StageDocuments(ToolDocuments):
@@ -326,18 +333,20 @@ class StageDocuments(ToolDocuments):
 
     def __init__(self, environment: Path, tokenizer: HarmonyTokenizer) -> None:
         super().__init__(environment, tokenizer)
-        self._rng = random.Random(0)
+        self._rng, self._columns = random.Random(0), list[str]()
         self._opening = self._harmony.render_prompt([])
 
     def documents(self, seed: int, count: int) -> Iterator[list[int]]:
         self._rng = rng = random.Random(f"stages/{seed}")
         for _ in range(count):
             problem, copied = new_problem(rng, self._settings), new_problem(rng, self._settings)
+            self._columns = columns(problem.question) * PASSES
             yield self._environment.prompts.ids(problem) + self._conversation(rng, problem, copied)
 
     def _said(self, message: Message, *, opens: bool) -> list[int]:
         rng = self._rng
-        thoughts = [Message("assistant", rng.choice(THOUGHTS), "analysis")] if opens and rng.random() < THINKS else []
+        worked = " ".join([THOUGHT, *self._columns[: rng.randint(0, len(self._columns))]])
+        thoughts = [Message("assistant", worked, "analysis")] if opens and rng.random() < THINKS else []
         if message.channel != "final" or rng.random() >= UNANSWERED:
             return self._harmony.render_completion([*thoughts, message])
         tokenizer = self._harmony.tokenizer

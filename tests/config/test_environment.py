@@ -171,7 +171,7 @@ def test_curriculum_gates_stand_between_stages() -> None:
     ]
 
 
-def stages(*rows: tuple[str, str | None], order: str = "leading") -> str:
+def stages(*rows: tuple[str, str | None], order: str = "strict") -> str:
     """Stages by their weights and the metric of their gate."""
     text = f'[curriculum]\norder = "{order}"\n'
     for number, (weights, metric) in enumerate(rows):
@@ -184,7 +184,7 @@ TOO_EARLY, TOO_EAGER = "correctness is scored before the format", "efficiency is
 
 
 @pytest.mark.parametrize(
-    ("rows", "leading", "strict"),
+    ("rows", "strict"),
     [
         # The five stages of the story.
         (
@@ -196,23 +196,21 @@ TOO_EARLY, TOO_EAGER = "correctness is scored before the format", "efficiency is
                 ("correctness = 1, efficiency = 0.3", None),
             ],
             [],
-            [],
         ),
-        # The speedrun's quarter for correctness; tool use in good form is a gate on the format, too.
-        ([("format = 1, correctness = 0.25", "format_ok"), ("correctness = 1", None)], [], [TOO_EARLY]),
-        ([("tool_use = 1", "tool_use_ok"), ("correctness = 1", None)], [], []),
-        ([("structure = 1", "structure_ok"), ("correctness = 1", None)], [TOO_EARLY], [TOO_EARLY]),
-        ([("correctness = 1, format = 0.1", "correctness"), ("efficiency = 1", None)], [TOO_EARLY], [TOO_EARLY]),
-        ([("format = 1", "format_ok"), ("correctness = 1, efficiency = 0.1", None)], [TOO_EAGER], [TOO_EAGER]),
+        # However little; tool use in good form is a gate on the format, too.
+        ([("format = 1, correctness = 0.01", "format_ok"), ("correctness = 1", None)], [TOO_EARLY]),
+        ([("tool_use = 1", "tool_use_ok"), ("correctness = 1", None)], []),
+        ([("structure = 1", "structure_ok"), ("correctness = 1", None)], [TOO_EARLY]),
+        ([("correctness = 1, format = 0.1", "correctness"), ("efficiency = 1", None)], [TOO_EARLY]),
+        ([("format = 1", "format_ok"), ("correctness = 1, efficiency = 0.1", None)], [TOO_EAGER]),
         (
             [("format = 1", "tool_use_ok"), ("format = 1", "reasoning_ok"), ("correctness = 1", None)],
-            ["reasoning_ok is the capability before tool_use_ok"],
             ["reasoning_ok is the capability before tool_use_ok"],
         ),
     ],
 )
-def test_stages_build_on_one_another(rows: list[tuple[str, str | None]], leading: list[str], strict: list[str]) -> None:
-    for order, expected in (("leading", leading), ("strict", strict), ("any", [])):
+def test_stages_build_on_one_another(rows: list[tuple[str, str | None]], strict: list[str]) -> None:
+    for order, expected in (("strict", strict), ("any", [])):
         text = stages(*rows, order=order)
         said = refusals(text) if expected else []
         assert len(said) == len(expected)

@@ -414,9 +414,9 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
             ],
         ),
         (
-            ["--algorithm.advantage=maxrl", "--algorithm.length_penalty=0.1"],
+            ["--algorithm.advantage=maxrl", "--algorithm.overlong_buffer=8"],
             [
-                "--algorithm.length_penalty=0.1: maxrl divides by the mean reward, which may not become negative",
+                "--algorithm.overlong_buffer=8: maxrl divides by the mean reward, which may not become negative",
             ],
         ),
         (

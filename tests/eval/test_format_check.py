@@ -50,12 +50,13 @@ def answered(demo: Environment, ids: list[int], finish_reason: str = "stop") -> 
 
 def test_form_and_reasoning_are_counted_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
     demo, harmony = environment(tmp_path, tokenizer, [{}]), Harmony(tokenizer)
-    thought, right, wrong = (
+    thought, worked, right, wrong = (
         Message("assistant", "hm", channel="analysis"),
+        Message("assistant", "6*7=42", channel="analysis"),
         Message("assistant", "42", channel="final"),
         Message("assistant", "41", channel="final"),
     )
-    said = [harmony.render_completion(messages) for messages in ([thought, right], [right], [thought, wrong])]
+    said = [harmony.render_completion(messages) for messages in ([worked, right], [right], [thought, wrong])]
     # Out of form: with the right answer all the same, with a wrong one, with none; and cut off behind the right one.
     said += [[*tokenizer.encode(text), harmony.stop_ids[0]] for text in (r"So \boxed{42}.", "It is 7", "hm")]
     trajectories = [answered(demo, ids) for ids in said]
@@ -64,14 +65,37 @@ def test_form_and_reasoning_are_counted_apart(tmp_path: Path, tokenizer: Tokeniz
     assert lines[0] == "7 problems of m (level=Level 5), greedy"
     assert lines[1].startswith("format     3/7 = 42.9% [9.9%, 81.6%] have the form 'harmony'")
     assert lines[2].split("in ")[1] == "3 ok, 3 parse_error, 1 truncated"
-    assert [re.search(r"(\d+/7) .*\] (.*)", line).groups() for line in lines[4:7]] == [  # type: ignore[union-attr]
-        ("2/7", "reason before they answer, in form"),
+    assert [re.search(r"(\d+/7) .*\] (.*)", line).groups() for line in (lines[4], *lines[6:8])] == [  # type: ignore[union-attr]
+        ("1/7", "reason about the problem before they answer, in form"),
         ("2/7", "are right, in form"),
         ("4/7", "have the right answer anywhere (the last box, else the last number)"),
     ]
-    assert lines[7] == (
+    assert lines[5] == "           others in form have, before the answer, 1 nothing, 1 off the problem"
+    assert lines[8] == (
         "advice     SFT first: the form is there in 42.9%, below 95%; fine-tune on examples in it (nmoe sft)"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        (r"6*7=42, so \boxed{42}", None),
+        (r"\boxed{42}", "1 nothing"),
+        (r"The answer is \boxed{42}", "1 the answer alone"),
+        (r"What is 6 * 7? \boxed{42}", "1 the question again"),
+        (r"hm hm hm hm \boxed{42} 6*7=42", "1 a loop"),  # what stands behind the box came too late
+    ],
+)
+def test_in_plain_text_reasoning_stands_before_the_box(
+    tmp_path: Path, tokenizer: Tokenizer, said: str, fault: str | None
+) -> None:
+    plain = environment(tmp_path, tokenizer, [{}]).settings.model_copy(update={"format": "boxed"})
+    demo = Environment.from_settings(plain, tokenizer)
+    stop = demo.renderer.stop_ids[0]
+    _, _, _, _, reasons, *rest = report(demo, [answered(demo, [*tokenizer.encode(said), stop])])
+    assert reasons.startswith("reasoning  1/1 = " if fault is None else "reasoning  0/1 = ")
+    assert any("others in form have" in line for line in rest) == (fault is not None)
+    assert fault is None or rest[0] == f"           others in form have, before the answer, {fault}"
 
 
 @pytest.mark.parametrize(

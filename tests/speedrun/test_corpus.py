@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from itertools import chain
 
@@ -13,7 +14,17 @@ from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.generated import split_of
 from nmoe.speedrun import corpus
-from nmoe.speedrun.corpus import THINKS, THOUGHTS, UNANSWERED, StageDocuments, ToolDocuments, corpus_texts, tool_texts
+from nmoe.speedrun.corpus import (
+    PASSES,
+    THINKS,
+    THOUGHT,
+    UNANSWERED,
+    StageDocuments,
+    ToolDocuments,
+    columns,
+    corpus_texts,
+    tool_texts,
+)
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Problem, Sample, Turn
@@ -133,25 +144,33 @@ def test_every_stage_has_something_to_find(stage_tokenizer: Tokenizer) -> None:
     documents = list(StageDocuments(FIVE_STAGES, stage_tokenizer).documents(0, STAGE_DOCUMENTS))
     assert documents == list(StageDocuments(FIVE_STAGES, stage_tokenizer).documents(0, STAGE_DOCUMENTS))
     found = {"format": 0, "reasoning": 0, "call": 0, "correct": 0}
-    lengths = set()
+    lengths = Counter[int]()
     for ids in documents:
         text = stage_tokenizer.decode(ids)
         question = text.partition("Add: ")[2].partition("<|end|>")[0]
         assert split_of("add", f"Add: {question}") == "train"
         said = text.partition("Add: ")[2]
-        thoughts = [thought for thought in THOUGHTS if f"analysis<|message|>{thought}<|end|>" in said]
-        lengths |= set(thoughts)
+        thoughts = re.findall(r"analysis<\|message\|>(.*?)<\|end\|>", said)
+        for thought in thoughts:
+            worked = thought.removeprefix(THOUGHT).split()
+            assert worked == (columns(f"Add: {question}") * PASSES)[: len(worked)]
+            lengths[len(worked)] += 1
         _, formed, answer = said.partition("<|channel|>final<|message|>")
         found["format"] += bool(formed)
         found["reasoning"] += bool(formed and thoughts)
         found["call"] += "to=functions.python" in said
         found["correct"] += answer == f"{sum(map(int, question.split(' + ')))}<|return|>"
     shares = {name: count / STAGE_DOCUMENTS for name, count in found.items()}
-    assert lengths == set(THOUGHTS)
+    assert lengths.keys() == set(range(4 * PASSES + 1)), "from none of four columns to all of them twice"
+    assert max(lengths.values()) < 3 * min(lengths.values()), "all about as often"
     assert shares["format"] == pytest.approx(1 - UNANSWERED, abs=0.06)
     assert shares["reasoning"] == pytest.approx((1 - UNANSWERED) * THINKS, abs=0.06)
     assert 0.4 < shares["call"] < 0.8
     assert 0.05 < shares["correct"] < 0.4
+
+
+def test_columns_by_hand() -> None:
+    assert columns("Add: 4821 + 377") == ["1+7=8", "2+7=9", "8+3=11", "4+0+1=5"]
 
 
 def test_an_answer_on_no_channel_has_no_form(stage_tokenizer: Tokenizer) -> None:

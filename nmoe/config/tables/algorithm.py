@@ -120,8 +120,6 @@ class PolicyLossSection(Section):
     """weight of the entropy bonus"""
     overlong_buffer: int = Field(default=0, ge=0)
     """penalise completions that end within this many tokens of the limit, rising from 0 to 1; 0: off"""
-    length_penalty: float = Field(default=0.0, ge=0)
-    """weight of a bonus for answers that are shorter than others in their group"""
 
     @property
     def clip_range(self) -> tuple[float | None, float]:
@@ -156,10 +154,8 @@ class PolicyLossSection(Section):
                 yield Conflict("correction_window", f'correction = "{self.correction}" has no window')
             elif len(window) != 2 or not 0 < window[0] <= 1 <= window[1]:
                 yield Conflict("correction_window", "must be two ratios around 1, such as [0.5, 2.0]")
-        if self.advantage == "maxrl":
-            for key, value in (("overlong_buffer", self.overlong_buffer), ("length_penalty", self.length_penalty)):
-                if value:
-                    yield Conflict(key, "maxrl divides by the mean reward, which may not become negative")
+        if self.advantage == "maxrl" and self.overlong_buffer:
+            yield Conflict("overlong_buffer", "maxrl divides by the mean reward, which may not become negative")
 
 
 class AlgorithmSection(PolicyLossSection):

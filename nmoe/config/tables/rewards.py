@@ -32,7 +32,7 @@ class Weights(Section):
     correctness: float = Field(default=0.0, ge=0)
     """the answer is the gold answer"""
     efficiency: float = Field(default=0.0, ge=0)
-    """the answer is correct, and used few tokens and tool calls"""
+    """the answer is correct, and used few tokens and tool calls; a run pays for the place among the group's correct samples"""
 
     @property
     def all_zero(self) -> bool:
@@ -82,10 +82,9 @@ class CurriculumSettings(Section):
 
     window_steps: int = Field(default=4, ge=1)
     """number of steps that a gate's rate is averaged over"""
-    order: Literal["leading", "strict", "any"] = "leading"
-    """which stages are allowed. leading: gates follow the order of capabilities, before a gate on the format correctness is not
-    the largest weight, and before a gate on correctness efficiency has no weight; strict: in addition, correctness has no weight
-    before a gate on the format; any: all"""
+    order: Literal["strict", "any"] = "strict"
+    """which stages are allowed. strict: gates follow the order of capabilities, correctness has no weight before a gate on the
+    format, and efficiency none before a gate on correctness; any: all"""
     stages: Array[StageSettings]
     """the stages in order, as [[curriculum.stages]]"""
 
@@ -120,9 +119,7 @@ class CurriculumSettings(Section):
         for index, stage in enumerate(self.stages):
             weights, key = stage.weights, f"stages.{index}.weights"
             formed = any(_CAPABILITIES[level] != "structure_ok" for level in passed)
-            others = max(value for name, value in weights.model_dump().items() if name != "correctness")
-            least = 0.0 if self.order == "strict" else others
-            if not formed and weights.correctness > least:
+            if weights.correctness and not formed:
                 yield Conflict(
                     key,
                     "correctness is scored before the format is consistent: begin with a stage whose gate is format_ok, which a "
