@@ -39,7 +39,7 @@ _RUN = 3
 _LOOP = 0.4  # of the runs are different ones in a loop, at most
 _NAMED = 2  # quantities and words of the question, or all where it has fewer
 _STEM = 5  # letters that a word and its plural share
-_LONG = 4  # letters of a word that tells what a question is about
+_LONG = 4  # letters of a word that shows the subject of a question
 _SIGNS = "+-*/×÷·−"
 _NUMBER = r"[0-9]{1,12}(?:\.[0-9]{1,6})?"
 _STEP = re.compile(rf"({_NUMBER}(?:\s*[{re.escape(_SIGNS)}]\s*{_NUMBER}){{1,8}})\s*=\s*(-?{_NUMBER})(?![\d.]*\d)")
@@ -107,8 +107,8 @@ def _holds(expression: str, written: str) -> bool:
             term /= value
         else:
             total, term = total + term, value if sign == "+" else -value
-    places = len(written.partition(".")[2])
-    return abs(total + term - Fraction(written)) * 2 * 10**places <= 1
+    decimals = len(written.partition(".")[2])
+    return abs(total + term - Fraction(written)) * 2 * 10**decimals <= 1
 
 
 def _mentions(said: Sequence[str], asked: Sequence[str]) -> bool:

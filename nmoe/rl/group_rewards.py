@@ -46,7 +46,7 @@ class RewardedGroup:
 
 class GroupRewards:
     """Computes, from the grades of a group's samples, each sample's rewards before advantages: the score, in which efficiency is
-    the place among the group's right samples, with the penalty for length, by `multi_reward` and `overlong_buffer` of
+    compared within the group's right samples, with the penalty for length, by `multi_reward` and `overlong_buffer` of
     [algorithm]."""
 
     def __init__(self, algorithm: AlgorithmSection, token_limit: int) -> None:
@@ -65,12 +65,12 @@ class GroupRewards:
             return RewardedGroup(group, samples, {}, {}, differs=False)
         unused_G = torch.tensor([sample.grade.components.get("efficiency", torch.nan) for sample in samples])
         correct_G = torch.tensor([sample.grade.extras.get("correctness") == 1 for sample in samples])
-        places_G = efficiency_places(unused_G, correct_G)
+        efficiency_G = efficiency_rewards(unused_G, correct_G)
         buffer = self._algorithm.overlong_buffer
         if self._algorithm.multi_reward == "sum":
             scores_G = torch.tensor([sample.grade.score for sample in samples])
             weights_G = torch.tensor([sample.grade.weights.get("efficiency", 0.0) for sample in samples])
-            scores_G = scores_G + weights_G * (places_G - unused_G).nan_to_num(0.0)
+            scores_G = scores_G + weights_G * (efficiency_G - unused_G).nan_to_num(0.0)
             if buffer:
                 scores_G = scores_G + self._overlong(samples)
             rewards, weights = {"score": scores_G}, {"score": 1.0}
@@ -81,7 +81,7 @@ class GroupRewards:
                 for name in weights
             }
             if "efficiency" in rewards:
-                rewards["efficiency"] = places_G
+                rewards["efficiency"] = efficiency_G
             if buffer:
                 rewards[_OVERLONG], weights[_OVERLONG] = self._overlong(samples), 1.0
         return RewardedGroup(group, samples, rewards, weights, self._differ(samples, rewards))
@@ -176,7 +176,7 @@ def overlong_penalty(tokens_G: Tensor, max_tokens: int, buffer_tokens: int) -> T
     return (-over_G / buffer_tokens).clamp(-1.0, 0.0).float()
 
 
-def efficiency_places(unused_G: Tensor, correct_G: Tensor) -> Tensor:
+def efficiency_rewards(unused_G: Tensor, correct_G: Tensor) -> Tensor:
     """Computes the reward for efficiency, `[G]`: the share of the group's right samples that left less unused than this one, where
     equal ones, itself among them, count half; 0 for a wrong sample, NaN where `unused_G` is NaN.
 
@@ -185,9 +185,9 @@ def efficiency_places(unused_G: Tensor, correct_G: Tensor) -> Tensor:
     too, but by the distance to the shortest and longest of all samples, wrong ones among them.
     """
     unused_C = unused_G[correct_G]
-    places_G = torch.zeros_like(unused_G)
-    places_G[correct_G] = ((unused_C[:, None] > unused_C).float() + 0.5 * (unused_C[:, None] == unused_C)).mean(1)
-    return places_G.where(~unused_G.isnan(), torch.nan)
+    rewards_G = torch.zeros_like(unused_G)
+    rewards_G[correct_G] = ((unused_C[:, None] > unused_C).float() + 0.5 * (unused_C[:, None] == unused_C)).mean(1)
+    return rewards_G.where(~unused_G.isnan(), torch.nan)
 
 
 def _group_sums(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:

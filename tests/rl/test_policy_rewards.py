@@ -9,7 +9,7 @@ import torch
 from policy_cases import answer, group, rewarded, settings
 
 from nmoe.config.tables.algorithm import AlgorithmSection
-from nmoe.rl.group_rewards import efficiency_places, group_ids, joined, overlong_penalty
+from nmoe.rl.group_rewards import efficiency_rewards, group_ids, joined, overlong_penalty
 from nmoe.rl.rollouts import solve_rate
 from nmoe.trajectory import Group, Trajectory
 
@@ -49,7 +49,7 @@ def efficient(right: float, unused: float, weight: float = 0.3) -> Trajectory:
     return answer(score, correct=right, components=components, weights=weights)
 
 
-def test_efficiency_is_paid_by_the_place_among_right_samples() -> None:
+def test_efficiency_is_paid_by_comparison_with_right_samples() -> None:
     # Of four right ones the best, two alike, and the worst. The shortest of all is wrong, and one is half right.
     one = group(*(efficient(*row) for row in [(1, 0.9), (1, 0.8), (1, 0.8), (1, 0.1), (0, 0.99), (0.5, 0.99)]))
     rewards_BR, weights_R = joined(rewarded([one], PLAIN))
@@ -64,10 +64,10 @@ def test_efficiency_is_paid_by_the_place_among_right_samples() -> None:
 def test_brevity_competes_with_brevity_alone() -> None:
     """Right samples have the same mean in any group: neither a problem nor being right with few others pays by length."""
     for lengths in ([0.9], [0.2, 0.2, 0.2], [0.9, 0.89], [0.99, 0.5, 0.1, 0.1]):
-        places = efficiency_places(torch.tensor([*lengths, 0.0]), torch.tensor([True] * len(lengths) + [False]))
-        assert places[:-1].mean() == pytest.approx(0.5)
-        assert places[-1] == 0.0
-    assert efficiency_places(torch.tensor([0.9, 0.0]), torch.tensor([False, False])).tolist() == [0.0, 0.0]
+        rewards = efficiency_rewards(torch.tensor([*lengths, 0.0]), torch.tensor([True] * len(lengths) + [False]))
+        assert rewards[:-1].mean() == pytest.approx(0.5)
+        assert rewards[-1] == 0.0
+    assert efficiency_rewards(torch.tensor([0.9, 0.0]), torch.tensor([False, False])).tolist() == [0.0, 0.0]
 
 
 def test_a_problem_without_an_answer_has_no_efficiency() -> None:

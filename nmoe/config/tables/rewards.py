@@ -32,7 +32,7 @@ class Weights(Section):
     correctness: float = Field(default=0.0, ge=0)
     """the answer is the gold answer"""
     efficiency: float = Field(default=0.0, ge=0)
-    """the answer is correct, and used few tokens and tool calls; a run pays for the place among the group's correct samples"""
+    """the answer is correct, and used few tokens and tool calls; a run compares it within the group's correct samples"""
 
     @property
     def all_zero(self) -> bool:
