@@ -73,7 +73,8 @@ def _digit_steps(left: str, right: str, carries: bool) -> Worked:
 
 def columns(question: str) -> list[str]:
     """Returns the columns of a sum from the right: `["7+5=12", "4+8+1=13"]` for "Add: 47 + 85"."""
-    return _digit_steps(*question.removeprefix("Add: ").split(" + "), carries=True)[0].split()
+    left, right = question.removeprefix("Add: ").split(" + ")
+    return _digit_steps(left, right, carries=True)[0].split()
 
 
 def _add(rng: random.Random, question: str, gold: str) -> Worked:
