@@ -1,7 +1,7 @@
 """Writes tokenizer and corpus of the base that `code_fix.toml` starts from: `python -m nmoe.speedrun.fixes`
 
-Most documents practise one of two parts, without tools: writing a module of a given name, and naming the edit of a faulty one. The
-others are whole episodes with the environment's own prompt, which read the module, edit it, run the tests and answer. Their
+Most documents practise one of two parts, without the definitions of the tools: writing a module of a given name, and editing a faulty one
+that was read. The others are whole episodes with the environment's own prompt, which read the module, edit it, run the tests and answer. Their
 edits follow habits, of which only the first one finds the fault:
 
     name      compares the lines with what the name says, and corrects the one that differs
@@ -32,9 +32,9 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Problem, ToolCall, ToolEvent
 
 VOCABULARY = 704
-DOCUMENTS = 16_000
+DOCUMENTS = 24_000
 # Shares of documents; the rest are episodes.
-WRITING, NAMING = 0.3, 0.58
+WRITING, EDITING = 0.25, 0.55
 # Shares of the habits.
 HABITS = {"name": 0.2, "line": 0.5, "nothing": 0.3}
 TRIES_AGAIN, BROKEN = 0.3, 0.05
@@ -104,19 +104,30 @@ class FixDocuments:
         rng = random.Random(f"fixes/{seed}")
         for _ in range(count):
             fault, draw = new_fault(rng), rng.random()
-            if draw < WRITING + NAMING:
-                asked, answer = practice(fault, draw < WRITING)
-                prompt = self._harmony.render_prompt([Message("user", asked)])
-                said = self._harmony.render_completion([Message("assistant", answer, "final")])
+            if draw < WRITING:
+                prompt = self._harmony.render_prompt([Message("user", f"Write {fault.module.name}.")])
+                said = self._harmony.render_completion([Message("assistant", fault.module.source, "final")])
+            elif draw < WRITING + EDITING:
+                prompt, said = self._practice(fault)
             else:
                 problem = Problem("", "code_fix", *posed(fault)[:2], "")
                 prompt, said = self._environment.prompts.ids(problem), self._episode(rng, fault)
             yield {"token_ids": prompt + said, "prompt_tokens": len(prompt)}
 
+    def _practice(self, fault: Fault) -> tuple[list[int], list[int]]:
+        """Returns the reading of a faulty module without the environment's prompt, and the right edit."""
+        read = Message("tool", fault.source, "commentary", recipient="assistant", name="functions.read")
+        asked = Message("user", posed(fault)[0])
+        prompt = self._harmony.render_prompt([asked, _call("read", {"path": MODULE}), read])
+        edit = self._edit(random.Random(0), "name", fault, fault.source)
+        assert edit is not None, "new_fault draws such ones alone"
+        arguments = {"path": MODULE, "old": edit[0], "new": edit[1]}
+        return prompt, self._harmony.render_completion([_thought("name"), _call("edit", arguments)])
+
     def _episode(self, rng: random.Random, fault: Fault) -> list[int]:
         self._ids: list[int] = []
         source = fault.source
-        self._call("read", {"path": MODULE}, source)
+        self._called("read", {"path": MODULE}, source)
         habits = rng.choices(list(HABITS), list(HABITS.values()), k=2)
         for attempt, habit in enumerate(habits):
             edit = self._edit(rng, habit, fault, source)
@@ -124,12 +135,12 @@ class FixDocuments:
                 break
             old, new = edit
             source = source.replace(old, new)
-            self._call("edit", {"path": MODULE, "old": old, "new": new}, f"edited {MODULE}", _THOUGHTS[habit])
+            self._called("edit", {"path": MODULE, "old": old, "new": new}, f"edited {MODULE}", habit)
             found = run_tests(fault, source)
-            self._call("python", {"code": RUN_TESTS}, found)
+            self._called("python", {"code": RUN_TESTS}, found)
             if found == f"{PASSED}\n" or attempt or rng.random() >= TRIES_AGAIN:
                 break
-        thought = [Message("assistant", _THOUGHTS["nothing"], "analysis")] if edit is None else []
+        thought = [_thought("nothing")] if edit is None else []
         ids = self._harmony.render_completion([*thought, Message("assistant", "Done.", "final")])
         return self._ids + (ids[1:] if rng.random() < BROKEN else ids)
 
@@ -140,23 +151,20 @@ class FixDocuments:
             return None
         return edit_between(source, right if habit == "name" else mutated(rng, source))
 
-    def _call(self, tool: str, arguments: dict[str, str], output: str, thought: str = "") -> None:
-        thoughts = [Message("assistant", thought, "analysis")] if thought else []
-        call = Message(
-            "assistant", json.dumps(arguments), "commentary", recipient=f"functions.{tool}", content_type="json"
-        )
+    def _called(self, tool: str, arguments: dict[str, str], output: str, habit: str = "") -> None:
+        thoughts = [_thought(habit)] if habit else []
         event = ToolEvent(ToolCall(tool, "", "0/0"), "ok", output, "", 0.0, 0.0)
-        self._ids += self._harmony.render_completion([*thoughts, call])
+        self._ids += self._harmony.render_completion([*thoughts, _call(tool, arguments)])
         self._ids += self._environment.renderer.answer_calls([], [[event]])
 
 
-def practice(fault: Fault, writes: bool) -> tuple[str, str]:
-    """Returns a question without tools and its answer."""
-    if writes:
-        return f"Write {fault.module.name}.", fault.module.source
-    edit = edit_between(fault.source, fault.module.source)
-    assert edit is not None, "new_fault draws such ones alone"
-    return f"Correct {fault.module.name}.\n{fault.source}", json.dumps(dict(zip(("old", "new"), edit, strict=True)))
+def _thought(habit: str) -> Message:
+    return Message("assistant", _THOUGHTS[habit], "analysis")
+
+
+def _call(tool: str, arguments: dict[str, str]) -> Message:
+    text = json.dumps(arguments)
+    return Message("assistant", text, "commentary", recipient=f"functions.{tool}", content_type="json")
 
 
 def texts(seed: int, count: int) -> Iterator[str]:
