@@ -1,8 +1,8 @@
 """Writes tokenizer and corpus of the base that `code_fix.toml` starts from: `python -m nmoe.speedrun.fixes`
 
-Most documents practise one of two parts, without the definitions of the tools: writing a module of a given name, and editing a faulty one
-that was read. The others are whole episodes with the environment's own prompt, which read the module, edit it, run the tests and answer. Their
-edits follow habits, of which only the first one finds the fault:
+Most documents practise one of two parts, without the definitions of the tools: writing a module of a given name, and editing a
+faulty one that was read. The others are whole episodes with the environment's own prompt, which read the module, edit it, run the
+tests and answer. Their edits follow habits, of which only the first one finds the fault:
 
     name      compares the lines with what the name says, and corrects the one that differs
     line      changes a line at random, mostly a right one

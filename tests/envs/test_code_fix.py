@@ -7,7 +7,6 @@ import asyncio
 import json
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -195,13 +194,14 @@ def test_the_corpus_has_every_habit_and_no_held_out_module() -> None:
     documents = list(made.documents(0, 200))
     assert documents[:20] == list(made.documents(0, 20))
     said = [tokenizer.decode(document["token_ids"]) for document in documents]
-    names = [re.search(r"(Fix|Write|Correct) (\w+)\.", text) for text in said]
+    names = [re.search(r"(Fix|Write) (\w+)\.", text) for text in said]
     found = [name.group(1, 2) for name in names if name is not None]
     assert len(found) == 200
     assert {split_of("code_fix", f"Fix {name}.") for _, name in found} == {"train"}
-    counts = Counter(kind for kind, _ in found)
-    assert counts["Correct"] > counts["Write"] > counts["Fix"] > 10
-    episodes = [text for text, (kind, _) in zip(said, found, strict=True) if kind == "Fix"]
+    episodes = [text for text in said if "namespace functions" in text]
+    writing = sum(kind == "Write" for kind, _ in found)
+    assert len(said) - writing - len(episodes) > writing > 20
+    assert len(episodes) > 10
     for thought in ("the name says", "this line looks odd", "it looks right"):
         assert any(thought in text for text in episodes)
     passed = sum(f"{PASSED}\n" in text for text in episodes)
