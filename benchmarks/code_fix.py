@@ -6,7 +6,8 @@
 
 Neither the base nor RL trains on the modules of the held-out faults, in any form. Each evaluation samples one episode per fault at
 temperature 1. Results are kept in benchmarks/results/code_fix.json; a seed that is there, of the same configuration, is not run
-again. CPU seconds are those of the run's process; the sandboxes' are not among them.
+again. CPU seconds are those of the run, its evaluations and its sandboxes; one that is killed with its sandbox at work is not
+among them.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ _DESCRIPTORS = struct.Struct("ii")
 
 def main() -> NoReturn:
     requests = socket.socket(fileno=os.dup(0))
-    # Ended launchers leave no zombies; the host waits for one by its pidfd.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Ended launchers leave no zombies, and their CPU time counts as this process's children's; the host waits for one by its pidfd.
+    signal.signal(signal.SIGCHLD, _reap)
     while True:
         plan, ancillary, _, _ = requests.recvmsg(
             _MOST_BYTES, socket.CMSG_SPACE(_DESCRIPTORS.size), kernel.MSG_CMSG_CLOEXEC
@@ -50,6 +50,14 @@ def main() -> NoReturn:
             continue
         requests.sendmsg([b"started"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", pidfd))])
         os.close(pidfd)
+
+
+def _reap(*_: object) -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
 
 
 def _become_launcher(plan: bytes, control: int, errors: int) -> NoReturn:
