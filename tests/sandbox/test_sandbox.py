@@ -6,15 +6,16 @@ import asyncio
 import errno
 import io
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from boxes import LIMITS, Box
+from boxes import LEVELS, LIMITS, Box, sandboxes_of
 
 from nmoe.config.tables.rollout import SandboxSettings
 from nmoe.errors import UserError
@@ -118,6 +119,24 @@ def test_cpu_time_is_that_of_the_whole_tree(box: Box) -> None:
     result = box(box.sandbox.bash(script, limits=replace(LIMITS, cpu_s=0.3)))
     assert result.failure == "timeout"
     assert time.monotonic() - began < 5, "long before the ten seconds of the wall clock"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_cpu_time_counts_as_that_of_the_programs_children(
+    level: Literal["bubblewrap", "landlock"], loop: asyncio.Runner
+) -> None:
+    opened = sandboxes_of(level)
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+    async def spin() -> None:
+        sandbox = await opened.open()
+        code = "import time\nwhile time.process_time() < 1: pass"
+        assert (await sandbox.python(code, limits=replace(LIMITS, wall_s=120.0))).failure == "ok"
+        await sandbox.close()
+        await opened.close()
+
+    loop.run(spin())
+    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before > 0.95
 
 
 def test_output_is_kept_up_to_the_limit(box: Box) -> None:
