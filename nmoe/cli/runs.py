@@ -220,7 +220,7 @@ def sync(
         target: Where to, as ssh names it; or a directory.
         paths: Runs, adapters and data files to copy.
         dry_run: Say what would be copied, and copy nothing.
-        evaluation: Then start nmoe eval there with these arguments, in tmux or by nohup, with a log.
+        evaluation: Then start an evaluation there with these arguments, in tmux or by nohup, with a log.
         name: The name of the evaluation.
         python: The Python there; default: code/.venv/bin/python, else python3.
         fetch: Copy the result of the evaluation of this name to evals/HOST/NAME, and nothing else.

@@ -195,7 +195,10 @@ def test_a_tool_can_not_speak_for_the_policy(environment: Make, harmony: Harmony
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    words=st.lists(st.sampled_from([*CONTROLS, "functions.add", "assistant", " to=", "\n", "é", "\0", "\ud800", "<|"]))
+    words=st.lists(
+        st.sampled_from([*CONTROLS, "functions.add", "assistant", " to=", "\n", "é", "\0", "\ud800", "<|"]),
+        max_size=20,  # call and output fit the context
+    )
 )
 def test_no_output_becomes_a_control_token(
     words: list[str], environment: Make, harmony: Harmony, tokenizer: Tokenizer
